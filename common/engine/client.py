@@ -1,0 +1,44 @@
+"""The service's side of its engine."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from common.cache.keys import KvLayout
+from common.engine.messages import AnyCommand, AnyEvent, Blocks, Inspected, LoadReport, Ready, Reserve, Submit
+from common.transfer.pool_memory import PoolMemory
+
+
+class EngineStream(AsyncIterator[AnyEvent], Protocol):
+    """Events of one sequence in order; ends after Done, Failed or (without decode and publish) Prefilled."""
+
+    def drain(self) -> list[AnyEvent]:
+        """Events that are already there, without waiting."""
+
+
+class Engine(Protocol):
+    """What services know of an engine; the real one is common.engine.process.EngineProcess."""
+
+    ready: Ready
+    layout: KvLayout
+    pool: PoolMemory  # mapped writable: the service's puller fills reserved blocks
+    load: LoadReport
+
+    def open(self, command: Submit | Reserve) -> EngineStream: ...
+
+    def send(self, command: AnyCommand) -> None:
+        """For sequences opened before, and for Cancel of any id. Never blocks."""
+
+    async def wait_progress(self, step: int, layers: int) -> None:
+        """Returns once the pool's progress counter has reached (step, layers), or a later step."""
+
+    def on_blocks(self, callback: Callable[[Blocks], None]) -> None:
+        """Calls back with every change of the prefix index."""
+
+    def on_load(self, callback: Callable[[LoadReport], None]) -> None: ...
+
+    async def inspect(self) -> Inspected: ...
+
+    async def closed(self) -> str:
+        """Returns, with the cause, once the engine is gone."""
+
+    async def close(self) -> None: ...

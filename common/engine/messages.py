@@ -1,0 +1,207 @@
+"""What goes between a worker's service process and its engine, in msgpack over a socket.
+
+The engine runs apart from the event loop (docs/adr), so nothing else is shared but the pool's memory.
+"""
+
+import msgspec
+
+from common.sampling import ChoiceTokens, SamplingParams
+
+
+class Command(msgspec.Struct, tag=True, kw_only=True):
+    """Service to engine."""
+
+
+class Event(msgspec.Struct, tag=True, kw_only=True):
+    """Engine to service."""
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+class Submit(Command):
+    """Compute a prompt here. Answers: Started, Chunk…, then Tokens / Prefilled / Done, or Failed.
+
+    publish: keep the blocks after the first token until Release. decode: go on decoding after the first token.
+    """
+
+    seq: str  # unique in this engine: request id, leg and attempt
+    prompt: list[int]
+    output: list[int] = []  # tokens of the single choice already given out, on a resume
+    choices: list[int] = [0]
+    sampling: SamplingParams
+    salt: bytes = b""
+    priority: int = 0
+    publish: bool = False
+    decode: bool = True
+
+
+class Reserve(Command):
+    """Room for a prompt's KV that will be pulled: prompt blocks + one a choice. Answers: Reserved (when there is room), or Failed."""
+
+    seq: str
+    prompt: list[int]
+    output: list[int] = []
+    choices: list[int] = [0]
+    sampling: SamplingParams
+    salt: bytes = b""
+    priority: int = 0
+
+
+class Commit(Command):
+    """The pull of a reserved sequence is complete and checked: index its blocks, fork the choices, decode. Answers: Tokens…, Done."""
+
+    seq: str
+    first: list[ChoiceTokens]  # the prefill worker's first tokens; finished choices are not decoded
+
+
+class Release(Command):
+    """The publication's lease ended: the blocks held for it may be reused. Idempotent."""
+
+    seq: str
+
+
+class Cancel(Command):
+    """Stop a sequence in any state and free what it holds, publication included. Idempotent, also for unknown ids. No answer."""
+
+    seq: str
+
+
+class Finish(Command):
+    """End single choices early (a stop string was found in them). Done follows when none is left."""
+
+    seq: str
+    choices: list[int]
+
+
+class Inspect(Command):
+    """Answers: Inspected."""
+
+    number: int
+
+
+class Drain(Command):
+    """Admit nothing new; what runs goes on."""
+
+
+class Shutdown(Command):
+    """End the engine's loop."""
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+class Ready(Event):
+    """The model is loaded. vocab_size and max_context in tokens; pool names are in the launch parameters."""
+
+    vocab_size: int
+    max_context: int
+    executor: str
+    eos_token_ids: list[int]
+
+
+class Started(Event):
+    """Blocks allocated, first chunk scheduled."""
+
+    seq: str
+    cached_tokens: int
+    blocks: list[int]  # ids in prompt order
+    generations: list[int]
+    queue_seconds: float
+    lookup_seconds: float
+
+
+class Chunk(Event):
+    """Sent before the step runs: tokens [start, end) of the prompt are computed in this step. Only for published sequences.
+
+    The pool's progress counter tells when: PoolMemory.progress() >= (step, layers).
+    """
+
+    seq: str
+    step: int
+    start: int
+    end: int
+    last: bool
+
+
+class Tokens(Event):
+    """One step's new tokens of all sequences: (seq, choice tokens)."""
+
+    step: int
+    items: list[tuple[str, ChoiceTokens]]
+
+
+class Prefilled(Event):
+    """The prompt is computed and the first token of each choice sampled (sent instead of Tokens when decode is False)."""
+
+    seq: str
+    first: list[ChoiceTokens]
+    token_count: int  # tokens whose KV is in the blocks
+    token_hash: bytes  # common.cache.keys.token_hash over them
+    cached_tokens: int
+    queue_seconds: float
+    lookup_seconds: float
+    forward_seconds: float
+
+
+class Reserved(Event):
+    """Blocks [0, hit_blocks) are already right here; the others are to be filled."""
+
+    seq: str
+    blocks: list[int]
+    generations: list[int]
+    hit_blocks: int
+    wait_seconds: float
+
+
+class Done(Event):
+    """Every choice has ended and nothing is held any more."""
+
+    seq: str
+    cached_tokens: int
+    queue_seconds: float = 0.0  # waiting for the first chunk or, after a commit, for the first step
+    lookup_seconds: float = 0.0
+    forward_seconds: float = 0.0  # prefill, when it happened here
+    first_step_seconds: float = 0.0
+    decode_seconds: float = 0.0  # from the first step's end to the last token
+
+
+class Failed(Event):
+    """The sequence is gone and holds nothing. reason is one of common.errors."""
+
+    seq: str
+    reason: str
+    message: str
+    field: str = ""
+    retry_after_seconds: float | None = None
+
+
+class Blocks(Event):
+    """Prefix index changes since the last event, keys cut to 16 bytes, in order: stored then removed never names a key twice."""
+
+    stored: list[bytes]
+    removed: list[bytes]
+
+
+class LoadReport(Event):
+    running: int
+    waiting: int
+    pending_prefill_tokens: int
+    active_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    held_blocks: int
+    total_blocks: int
+    steps: int
+
+
+class Inspected(Event):
+    number: int
+    errors: list[str]  # empty: free + cached + active + held == total and all counts agree
+    load: LoadReport
+
+
+AnyCommand = Submit | Reserve | Commit | Release | Cancel | Finish | Inspect | Drain | Shutdown
+AnyEvent = (
+    Ready | Started | Chunk | Tokens | Prefilled | Reserved | Done | Failed | Blocks | LoadReport | Inspected
+)

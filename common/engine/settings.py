@@ -1,0 +1,37 @@
+"""How an engine is set up."""
+
+from typing import Literal
+
+import msgspec
+
+
+class TimedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency model of the `timed` executor: step seconds = base + per_token · prefill tokens + per_sequence · decodes."""
+
+    base_seconds: float = 0.002
+    seconds_per_prefill_token: float = 0.00002
+    seconds_per_decode: float = 0.0001
+    num_layers: int = 4
+    vocab_size: int = 49152
+    max_context: int = 8192
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All knobs of one engine."""
+
+    executor: Literal["modules", "timed"] = "modules"
+    model_dir: str = ""  # a Hugging Face directory with safetensors; unused by `timed`
+    served_name: str = ""  # enters the layout and the block keys
+    revision: str = ""  # checksum of the checkpoint; computed from its files when empty
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: str = "auto"  # auto | cpu | cuda[:n]
+    block_size: int = 16  # a multiple of 16
+    num_blocks: int = 1024
+    token_budget: int = 256  # per step, decodes and prefill chunks together
+    max_running: int = 64  # sequences in one step
+    max_waiting: int = 256  # queued submissions and reservations; more are refused with Overloaded
+    max_context: int = 0  # 0: the model's
+    prefix_cache: bool = True
+    threads: int = 1
+    mirror: bool = False  # keep the pool apart from the published memory, as on CUDA; for tests on a CPU
+    timed: TimedModel = TimedModel()

@@ -1,0 +1,139 @@
+"""Every error a caller can see: one tree, each with its gRPC status, HTTP code and machine-readable reason."""
+
+import grpc
+
+
+class EpdError(Exception):
+    """Base of all errors that cross a process boundary.
+
+    `message` is shown to callers, so it never holds prompts, outputs, token ids or keys.
+    `field` names the offending input; `retry_after_seconds` is a hint for retryable ones.
+    """
+
+    status = grpc.StatusCode.INTERNAL
+    http = 500
+    reason = "INTERNAL"
+    retryable = False  # another worker, or the same one later, may succeed
+
+    def __init__(self, message: str, *, field: str = "", retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_seconds = retry_after_seconds
+
+
+class InvalidArgument(EpdError):
+    """The client's fault; the message names the field and its limits."""
+
+    status, http, reason = grpc.StatusCode.INVALID_ARGUMENT, 400, "INVALID_ARGUMENT"
+
+
+class ContextTooLong(InvalidArgument):
+    reason = "CONTEXT_TOO_LONG"
+
+
+class NeverFits(InvalidArgument):
+    """The request can never fit the pool it is meant for."""
+
+    reason = "NEVER_FITS"
+
+
+class ModelNotFound(EpdError):
+    status, http, reason = grpc.StatusCode.NOT_FOUND, 404, "MODEL_NOT_FOUND"
+
+
+class UnknownId(EpdError):
+    """No such request, trace or transfer."""
+
+    status, http, reason = grpc.StatusCode.NOT_FOUND, 404, "UNKNOWN_ID"
+
+
+class DuplicateRequest(EpdError):
+    status, http, reason = grpc.StatusCode.ALREADY_EXISTS, 409, "DUPLICATE_REQUEST"
+
+
+class Overloaded(EpdError):
+    """A bounded queue is full."""
+
+    status, http, reason, retryable = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "OVERLOADED", True
+
+
+class Unavailable(EpdError):
+    """A peer is gone or not there yet; another try may succeed."""
+
+    status, http, reason, retryable = grpc.StatusCode.UNAVAILABLE, 503, "UNAVAILABLE", True
+
+
+class NoWorkers(Unavailable):
+    reason = "NO_WORKERS"
+
+
+class Draining(Unavailable):
+    reason = "DRAINING"
+
+
+class WrongIncarnation(Unavailable):
+    """The call was meant for an earlier life of this worker."""
+
+    reason = "WRONG_INCARNATION"
+
+
+class WorkerLost(Unavailable):
+    """A worker died or hung and no other could take over in time."""
+
+    reason = "WORKER_LOST"
+
+
+class Preempted(EpdError):
+    """The worker gave up the sequence for want of blocks; the gateway resumes it."""
+
+    status, http, reason, retryable = grpc.StatusCode.ABORTED, 503, "PREEMPTED", True
+
+
+class TransferFailed(EpdError):
+    """A pull was refused, broken off or failed its checks; the tensor must be made again."""
+
+    status, http, reason, retryable = grpc.StatusCode.ABORTED, 503, "TRANSFER_FAILED", True
+
+
+class TransferRefused(TransferFailed):
+    """Wrong ticket, request, attempt or incarnation, or a used ticket."""
+
+    status, http, reason = grpc.StatusCode.PERMISSION_DENIED, 403, "TRANSFER_REFUSED"
+
+
+class LayoutMismatch(EpdError):
+    """Two pools that cannot exchange blocks; the message names both layouts."""
+
+    status, http, reason = grpc.StatusCode.FAILED_PRECONDITION, 500, "LAYOUT_MISMATCH"
+
+
+class NotReady(EpdError):
+    """Not published yet."""
+
+    status, http, reason, retryable = grpc.StatusCode.FAILED_PRECONDITION, 503, "NOT_READY", True
+
+
+class DeadlineExceeded(EpdError):
+    status, http, reason = grpc.StatusCode.DEADLINE_EXCEEDED, 504, "DEADLINE_EXCEEDED"
+
+
+class Cancelled(EpdError):
+    status, http, reason = grpc.StatusCode.CANCELLED, 499, "CANCELLED"
+
+
+class EngineFailed(EpdError):
+    """The engine broke; its worker restarts it."""
+
+    reason, retryable = "ENGINE_FAILED", True
+
+
+def by_reason() -> dict[str, type[EpdError]]:
+    """Every error class by its reason."""
+    found: dict[str, type[EpdError]] = {}
+    todo: list[type[EpdError]] = [EpdError]
+    while todo:
+        cls = todo.pop()
+        found.setdefault(cls.reason, cls)
+        todo.extend(cls.__subclasses__())
+    return found

@@ -1,0 +1,47 @@
+"""Every span, attribute and metric name of the mesh, each declared once, and the tracer's set-up."""
+
+# Spans (design: one trace a request).
+GATEWAY_GENERATE = "gateway.generate"
+GATEWAY_ADMIT = "gateway.admit"
+GATEWAY_PREPROCESS = "gateway.preprocess"
+GATEWAY_ROUTE = "gateway.route"
+GATEWAY_RETRY = "gateway.retry"
+PREFILL_RUN = "prefill.run"
+PREFILL_QUEUE = "prefill.queue"
+CACHE_LOOKUP = "cache.lookup"
+PREFILL_FORWARD = "prefill.forward"
+DECODE_RUN = "decode.run"
+DECODE_RESERVE = "decode.reserve"
+TRANSFER_PULL = "transfer.pull"
+DECODE_QUEUE = "decode.queue"
+DECODE_FIRST_STEP = "decode.first_step"
+
+# Hops of the accounting that are not spans.
+PREFILL_RPC = "prefill.rpc"  # gateway's time in the call less the worker's own
+DECODE_RPC = "decode.rpc"
+DECODE_STEPS = "decode.steps"
+GATEWAY_EMIT = "gateway.emit"  # detokenizing and sending
+UNATTRIBUTED = "unattributed"
+
+# Attributes.
+REQUEST_ID = "epd.request_id"
+LEG = "epd.leg"
+ATTEMPT = "epd.attempt"
+TENANT = "epd.tenant"
+WORKER = "epd.worker"
+CACHED_TOKENS = "epd.cached_tokens"
+TRANSFER_BYTES = "epd.transfer.bytes"
+TRANSFER_CHANNEL = "epd.transfer.channel"
+SLO_TTFT_SECONDS = "epd.slo.ttft_seconds"
+SLO_MET = "epd.slo.met"
+SLO_BLAME = "epd.slo.blame"
+ROUTE_CANDIDATES = "epd.route.candidates"
+ROUTE_DECISION = "epd.route.decision"
+ERROR_REASON = "epd.error.reason"
+GEN_AI_OPERATION = "gen_ai.operation.name"
+GEN_AI_MODEL = "gen_ai.request.model"
+GEN_AI_MAX_TOKENS = "gen_ai.request.max_tokens"
+GEN_AI_TEMPERATURE = "gen_ai.request.temperature"
+GEN_AI_FINISH_REASONS = "gen_ai.response.finish_reasons"
+GEN_AI_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
