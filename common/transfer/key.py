@@ -1,0 +1,37 @@
+"""Who moves what: the names of one transfer and of its two ends."""
+
+import msgspec
+
+
+class TransferKey(msgspec.Struct, frozen=True, order=True):
+    """One try of one leg of one request; every message of a transfer carries it.
+
+    request_id: 16 random bytes of the gateway's. leg: 0 for all choices of a request. attempt: from 1, grows by one.
+    """
+
+    request_id: bytes
+    leg: int
+    attempt: int
+
+    @property
+    def line(self) -> tuple[bytes, int]:
+        """What the attempts of one leg have in common."""
+        return (self.request_id, self.leg)
+
+    @property
+    def seq(self) -> str:
+        """The engine's name of the sequence, the same at both ends."""
+        return f"{self.request_id.hex()}.{self.leg}.{self.attempt}"
+
+    def __str__(self) -> str:
+        return self.seq
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """One life of one worker: the incarnation is new at each start."""
+
+    worker_id: str
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}/{self.incarnation}"
