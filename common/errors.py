@@ -122,6 +122,18 @@ class Cancelled(EpdError):
     status, http, reason = grpc.StatusCode.CANCELLED, 499, "CANCELLED"
 
 
+class AddressTaken(EpdError):
+    """A server cannot listen where it was told to."""
+
+    status, http, reason = grpc.StatusCode.FAILED_PRECONDITION, 500, "ADDRESS_TAKEN"
+
+
+class RegistryRefused(EpdError):
+    """etcd answered, and said no: wrong user, password or rights."""
+
+    status, http, reason = grpc.StatusCode.FAILED_PRECONDITION, 500, "REGISTRY_REFUSED"
+
+
 class EngineFailed(EpdError):
     """The engine broke; its worker restarts it."""
 

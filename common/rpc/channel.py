@@ -1,0 +1,168 @@
+"""Channels to other services: trace context, deadline and a CLIENT span for every call.
+
+This wraps the channel's four kinds of calls instead of using gRPC's client interceptors. Those run each call in a task
+behind a second call object; cancelling then misses the real call at times, and a stream left by `break` is kept
+alive by reference cycles until the garbage collector comes by.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind
+
+from common import telemetry
+from common.rpc import deadline
+from common.rpc.errors import reason_of
+from common.rpc.tls import TlsOptions
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+KEEPALIVE_SECONDS = 30
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),  # the gateway retries, and knows when it may
+    ("grpc.enable_http_proxy", 0),
+    # A connection of this channel's own: a restarted worker on the same port is not met through an old one's back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+def connect(
+    address: str, *, tls: TlsOptions | None = None, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
+    """A channel to host:port. Every call of it
+
+    - ends when the running request's time does (`common.rpc.deadline`), or at its own timeout if that is earlier;
+    - carries the current trace context and, inside a trace, gets a CLIENT span that ends with the call in every way
+      a call can end; a stream ends when nobody holds it any more, so also when it is left by `break`.
+
+    The calls look like grpc.aio's own. `options` are further channel arguments.
+    """
+    merged = (*_OPTIONS, *options)
+    if tls is None:
+        return _Channel(grpc.aio.insecure_channel(address, options=merged))
+    if tls.server_name:
+        merged = (*merged, ("grpc.ssl_target_name_override", tls.server_name))
+    return _Channel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=merged))
+
+
+class _Channel(grpc.aio.Channel):  # type: ignore[misc]
+    def __init__(self, inner: grpc.aio.Channel) -> None:
+        self._inner = inner
+
+    async def __aenter__(self) -> _Channel:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._inner.channel_ready()
+
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return functools.partial(_start, self._inner.unary_unary(method, *args, **kwargs), method)
+
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return functools.partial(_start, self._inner.stream_unary(method, *args, **kwargs), method)
+
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        start = functools.partial(_start, self._inner.unary_stream(method, *args, **kwargs), method)
+        return lambda *a, **k: _Stream(start(*a, **k))
+
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        start = functools.partial(_start, self._inner.stream_stream(method, *args, **kwargs), method)
+        return lambda *a, **k: _Stream(start(*a, **k))
+
+
+def _start(
+    call_method: Callable[..., Any],
+    method: str,
+    request: Any = None,
+    *,
+    timeout: float | None = None,
+    metadata: Sequence[tuple[str, str | bytes]] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Starts the call inside a span of its own, if there is a trace to belong to."""
+    span: Span | None = None
+    if trace.get_current_span().get_span_context().is_valid:
+        span = telemetry.begin_span(method.lstrip("/"), kind=SpanKind.CLIENT)
+    sent = (*(metadata or ()), *telemetry.inject(span))
+    try:
+        call = call_method(request, timeout=deadline.cap(timeout), metadata=sent, **kwargs)
+    except BaseException as error:
+        if span is not None:
+            telemetry.end_span(span, error)
+        raise
+    if span is not None and span.is_recording():
+        call.add_done_callback(functools.partial(_end, span))
+    return call
+
+
+def _end(span: Span, call: Any) -> None:
+    """The call is over, so what its coroutines answer is there already: nothing is awaited."""
+    code = _now(call.code())
+    if code is not grpc.StatusCode.OK:
+        reason = reason_of(_now(call.trailing_metadata()) or ())
+        telemetry.fail_span(span, reason or (code.name if code else "UNKNOWN"))
+    span.end()
+
+
+def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    finally:
+        coroutine.close()
+    return None
+
+
+class _Stream:
+    """A streaming call that is cancelled when the last reference to it goes.
+
+    grpc.aio's own call object and its iterator refer to each other, so it alone would go on until the next collection.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_finalizer", "_iterator")
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._iterator: AsyncIterator[Any] | None = None
+        self._finalizer = weakref.finalize(self, call.cancel)
+        self._finalizer.atexit = False
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    def __anext__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = self._call.__aiter__()
+        return self._iterator.__anext__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)

@@ -1,0 +1,94 @@
+"""What every incoming call goes through: deadline and trace context in, errors as statuses out."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+
+from common import telemetry
+from common.errors import EpdError
+from common.rpc import deadline
+from common.rpc.errors import from_exception, to_metadata
+from common.telemetry import Telemetry
+
+_log = logging.getLogger(__name__)
+_KINDS = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+_INTERNAL = EpdError("internal error; see the log of the service")
+
+
+class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Sets the handler's deadline and trace context, and answers its exceptions with the right status.
+
+    It makes no span itself: the handler's own (`prefill.run`, ...) is the server's span.
+    """
+
+    def __init__(self, owner: Telemetry | None = None) -> None:
+        self._telemetry = owner
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        # gRPC runs this in a fresh context and the handler in the same one.
+        owner = self._telemetry or telemetry.current()
+        owner.attach(telemetry.extract(handler_call_details.invocation_metadata or ()))
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        name, make = _KINDS[handler.request_streaming, handler.response_streaming]
+        behavior = getattr(handler, name)
+        if inspect.isasyncgenfunction(behavior):
+            guarded: Callable[..., Any] = _guard_generator(behavior, handler_call_details.method)
+        elif inspect.iscoroutinefunction(behavior):
+            guarded = _guard_coroutine(behavior, handler_call_details.method)
+        else:
+            return handler
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+
+def _guard_generator(behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        deadline.set_remaining(context.time_remaining())
+        try:
+            async with aclosing(behavior(request, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        except (Exception, asyncio.CancelledError) as error:
+            await _answer(error, context, method)
+
+    return guarded
+
+
+def _guard_coroutine(behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: Any) -> Any:
+        deadline.set_remaining(context.time_remaining())
+        try:
+            return await behavior(request, context)
+        except (Exception, asyncio.CancelledError) as error:
+            await _answer(error, context, method)
+
+    return guarded
+
+
+async def _answer(error: BaseException, context: Any, method: str) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error  # this call itself was cancelled; otherwise one that the handler made was, and the caller must hear
+    found = from_exception(error, out_of_time=deadline.remaining() == 0.0)
+    if found is None:
+        _log.error("%s failed with %s", method, type(error).__name__, exc_info=error)
+        found = _INTERNAL
+    await context.abort(found.status, found.message, to_metadata(found))
+    raise AssertionError("abort returned")
