@@ -184,8 +184,9 @@ def _child(command: list[str], errors: IO[str], seconds: float) -> Iterator[Iter
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
-        env=environment,  # type: ignore[call-overload]
+        env=environment,
     )
+    assert process.stdout is not None
     expired = threading.Event()
 
     def expire() -> None:

@@ -25,7 +25,7 @@ def convert(gguf: Path, directory: Path, name: str) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
+    source: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
 
     _stage(1)
     model = AutoModelForCausalLM.from_pretrained(

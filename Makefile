@@ -1,0 +1,64 @@
+# make up      the whole mesh on this machine; Ctrl-C ends it        make up ARGS="--prefill 2 --decode 2 --dtype float32"
+# make test    linters, types, protos and every test                 make test ARGS="tests/unit -k sampler"
+# make bench   measurements                                          make down: end a mesh started with ARGS=--detach
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# Index to take torch from, for example PyTorch's CPU builds; default: pip's own index.
+TORCH_INDEX ?=
+TORCH := torch==2.13.0
+
+# Nothing outside this folder is written or cached.
+export EPD_MODELS_DIR ?= $(CURDIR)/models
+export EPD_RUN_DIR ?= $(CURDIR)/.run
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/v1/*.proto)
+
+.PHONY: help up down test lint protos bench clean
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+
+up: $(VENV)/.local-stamp
+	@$(BIN)/epd up $(ARGS)
+
+down: $(VENV)/.local-stamp
+	@$(BIN)/epd down
+
+test: $(VENV)/.dev-stamp lint
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev-stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint protos
+
+bench: $(VENV)/.dev-stamp
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m bench $(ARGS)
+
+protos: $(VENV)/.dev-stamp
+	$(BIN)/python setup.py --version
+
+clean:
+	rm -rf build epd *.egg-info .run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/.torch-stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+# The stamp of a full development environment serves for running too.
+$(VENV)/.local-stamp: $(VENV)/.torch-stamp $(SOURCES)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local]'
+	@touch $@
+
+$(VENV)/.dev-stamp: $(VENV)/.torch-stamp $(SOURCES)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.local-stamp
