@@ -19,7 +19,7 @@ class Event(msgspec.Struct, tag=True, kw_only=True):
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-class Submit(Command):
+class Submit(Command, kw_only=True):
     """Compute a prompt here. Answers: Started, Chunk…, then Tokens / Prefilled / Done, or Failed.
 
     publish: keep the blocks after the first token until Release. decode: go on decoding after the first token.
@@ -28,7 +28,7 @@ class Submit(Command):
     seq: str  # unique in this engine: request id, leg and attempt
     prompt: list[int]
     output: list[int] = []  # tokens of the single choice already given out, on a resume
-    choices: list[int] = [0]
+    choices: list[int] = msgspec.field(default_factory=lambda: [0])
     sampling: SamplingParams
     salt: bytes = b""
     priority: int = 0
@@ -36,13 +36,13 @@ class Submit(Command):
     decode: bool = True
 
 
-class Reserve(Command):
+class Reserve(Command, kw_only=True):
     """Room for a prompt's KV that will be pulled: prompt blocks + one a choice. Answers: Reserved (when there is room), or Failed."""
 
     seq: str
     prompt: list[int]
     output: list[int] = []
-    choices: list[int] = [0]
+    choices: list[int] = msgspec.field(default_factory=lambda: [0])
     sampling: SamplingParams
     salt: bytes = b""
     priority: int = 0
@@ -202,6 +202,4 @@ class Inspected(Event):
 
 
 AnyCommand = Submit | Reserve | Commit | Release | Cancel | Finish | Inspect | Drain | Shutdown
-AnyEvent = (
-    Ready | Started | Chunk | Tokens | Prefilled | Reserved | Done | Failed | Blocks | LoadReport | Inspected
-)
+AnyEvent = Ready | Started | Chunk | Tokens | Prefilled | Reserved | Done | Failed | Blocks | LoadReport | Inspected

@@ -1,0 +1,391 @@
+"""The engine: commands change its queues, steps compute and yield events."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import common.engine.messages as msg
+from common.cache.keys import root_key, token_hash
+from common.engine.block_pool import BlockPool, Owner
+from common.engine.executor import Batch, Executor, Sampled
+from common.engine.scheduler import Scheduler
+from common.engine.sequence import Choice, Limits, Sequence, State, Timings
+from common.engine.settings import EngineSettings
+from common.errors import Draining, DuplicateRequest, EngineFailed, EpdError
+from common.sampling import ChoiceTokens
+from common.transfer.pool_memory import PoolMemory
+
+
+class EngineCore:
+    """One model, one pool, all sequences. Not thread-safe; no I/O but the executor's.
+
+    model, revision: what the layout says; they enter every block's key. emit takes events in the order they happen.
+    ring is called when the pool's progress counter has moved and somebody may wait for it.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        executor: Executor,
+        memory: PoolMemory,
+        *,
+        model: str,
+        revision: str,
+        emit: Callable[[msg.AnyEvent], None],
+        ring: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        context = executor.max_context
+        self.limits = Limits(
+            vocab_size=executor.vocab_size,
+            max_context=min(settings.max_context or context, context),
+            block_size=settings.block_size,
+            num_blocks=settings.num_blocks,
+            max_running=settings.max_running,
+            eos_token_ids=frozenset(executor.eos_token_ids),
+        )
+        self.pool = BlockPool(settings.num_blocks, memory.generations)
+        self.scheduler = Scheduler(settings, self.limits, self.pool, executor, clock)
+        self.sequences: dict[str, Sequence] = {}
+        self.steps = 0
+        self._executor, self._memory = executor, memory
+        self._root = (model, revision)
+        self._emit, self._ring, self._clock = emit, ring, clock
+        self._arrivals = 0
+        self._draining = False
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def handle(self, command: msg.AnyCommand) -> None:
+        """Applies one command. What is wrong with a request is answered with Failed, never raised."""
+        match command:
+            case msg.Submit() | msg.Reserve():
+                self._open(command)
+            case msg.Commit(seq=seq, first=first):
+                self._commit(seq, first)
+            case msg.Release(seq=seq):
+                self._release(seq)
+            case msg.Cancel(seq=seq):
+                if seq in self.sequences:
+                    self.scheduler.drop(self.sequences.pop(seq))
+            case msg.Finish(seq=seq, choices=choices):
+                self._finish(seq, choices)
+            case msg.Inspect(number=number):
+                self._emit(msg.Inspected(number=number, errors=self.check_integrity(), load=self.load()))
+            case msg.Drain():
+                self._draining = True
+            case msg.Shutdown():
+                pass  # the loop's
+
+    def _open(self, command: msg.Submit | msg.Reserve) -> None:
+        try:
+            if command.seq in self.sequences:
+                # Answered by name, but the first one with it lives on: its stream must not see this.
+                raise DuplicateRequest("the engine has this sequence already")
+            if self._draining:
+                raise Draining("the engine takes no new work")
+            sequence = self._sequence(command)
+            self.limits.check(sequence)
+            self.scheduler.enqueue(sequence)
+        except EpdError as error:
+            self._emit(_failed(command.seq, error))
+            return
+        self.sequences[command.seq] = sequence
+
+    def _sequence(self, command: msg.Submit | msg.Reserve) -> Sequence:
+        submit = isinstance(command, msg.Submit)
+        self._arrivals += 1
+        sequence = Sequence(
+            seq=command.seq,
+            prompt=list(command.prompt),
+            choices=[],
+            sampling=command.sampling,
+            root=root_key(*self._root, salt=command.salt),
+            priority=command.priority,
+            arrival=self._arrivals,
+            given=len(command.output),
+            publish=isinstance(command, msg.Submit) and command.publish,
+            leased=isinstance(command, msg.Submit) and command.publish,
+            decode=not isinstance(command, msg.Submit) or command.decode,
+            state=State.WAITING if submit else State.RESERVING,
+            timings=Timings(arrived=self._clock()),
+        )
+        sequence.choices = [Choice(sequence, index, list(command.output)) for index in command.choices]
+        return sequence
+
+    def _commit(self, seq: str, first: list[ChoiceTokens]) -> None:
+        sequence = self.sequences.get(seq)
+        if sequence is None or sequence.state is not State.RESERVED:
+            return  # cancelled meanwhile
+        tokens = {each.choice: each for each in first}
+        if tokens.keys() != {choice.index for choice in sequence.choices}:
+            self._fail(sequence, EpdError("the first tokens do not match the reservation's choices"))
+            return
+        for choice in sequence.choices:
+            given = tokens[choice.index]
+            choice.output += given.token_ids
+            choice.finished |= given.finish_reason is not None
+        now = self._clock()
+        sequence.timings = Timings(arrived=now)
+        self.scheduler.commit(sequence)
+        self._end_if_finished(sequence)
+
+    def _release(self, seq: str) -> None:
+        sequence = self.sequences.get(seq)
+        if sequence is None:
+            return
+        sequence.publish = False  # still computing: the first token is wanted, the blocks are not
+        self.scheduler.unpublish(sequence)
+        if sequence.state is State.PUBLISHED:
+            self._done(sequence)
+
+    def _finish(self, seq: str, indexes: list[int]) -> None:
+        sequence = self.sequences.get(seq)
+        if sequence is None:
+            return
+        for choice in sequence.open_choices():
+            if choice.index in indexes:
+                if sequence.forked:
+                    self.scheduler.finish(choice)
+                else:
+                    choice.finished = True  # the first choice may still compute for the others
+        self._end_if_finished(sequence)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def step(self, flush: Callable[[], None] = lambda: None) -> bool:
+        """Schedule → execute → postprocess; False when there was nothing to compute.
+
+        flush is called between, so that chunks are known before they are computed.
+        """
+        batch = self.scheduler.schedule(self.steps + 1)
+        self._announce(batch)
+        flush()
+        if batch.rows:
+            self.steps = batch.step
+            begin = self._clock()
+            sampled = self._executor.execute(batch, self._layer_done)
+            self._memory.set_progress(batch.step, self._executor.num_layers)
+            if batch.published:
+                self._ring()
+            self._postprocess(batch, sampled, begin)
+        self._emit_blocks()
+        return bool(batch.rows)
+
+    def _announce(self, batch: Batch) -> None:
+        scheduler = self.scheduler
+        for sequence, error in scheduler.failed:
+            self.sequences.pop(sequence.seq, None)
+            self._emit(_failed(sequence.seq, error))
+        for sequence in scheduler.newly_reserved:
+            self._emit(
+                msg.Reserved(
+                    seq=sequence.seq,
+                    blocks=sequence.reserved,
+                    generations=[self.pool.generation(block) for block in sequence.reserved],
+                    hit_blocks=sequence.hit_blocks,
+                    wait_seconds=sequence.timings.queue,
+                )
+            )
+        for sequence in scheduler.newly_started:
+            self._emit(
+                msg.Started(
+                    seq=sequence.seq,
+                    cached_tokens=sequence.cached_tokens,
+                    blocks=sequence.leader.blocks,
+                    generations=[self.pool.generation(block) for block in sequence.leader.blocks],
+                    queue_seconds=sequence.timings.queue,
+                    lookup_seconds=sequence.timings.lookup,
+                )
+            )
+        for row in batch.published:
+            self._emit(
+                msg.Chunk(
+                    seq=row.choice.sequence.seq, step=batch.step, start=row.start, end=row.end, last=bool(row.samples)
+                )
+            )
+        scheduler.failed, scheduler.newly_reserved, scheduler.newly_started = [], [], []
+
+    def _layer_done(self, layers: int) -> None:
+        self._memory.set_progress(self.steps, layers)
+        self._ring()
+
+    def _postprocess(self, batch: Batch, results: list[list[Sampled | None]], begin: float) -> None:
+        now = self._clock()
+        items: list[tuple[str, ChoiceTokens]] = []
+        ended: list[Sequence] = []
+        prefilled: list[tuple[Sequence, list[ChoiceTokens]]] = []
+        for row, sampled in zip(batch.rows, results, strict=True):
+            sequence = row.choice.sequence
+            if sequence.seq not in self.sequences:
+                continue  # another row of it failed just now
+            tokens = [token for token in sampled if token is not None]
+            if len(tokens) < len(sampled):
+                self._fail(sequence, EpdError("the model's output is not finite for this request"), poisoned=True)
+                continue
+            row.choice.computed = row.end
+            self.scheduler.index_blocks(row.choice)
+            if not row.samples:
+                continue
+            first = not sequence.forked
+            new = [self._take(choice, token) for choice, token in zip(row.samples, tokens, strict=True)]
+            self._time(sequence, begin, now, prefill=first)
+            row.choice.prefilling = False
+            if first and not sequence.decode:
+                prefilled.append((sequence, new))
+                continue
+            items += [(sequence.seq, each) for each in new]
+            if first:
+                if sequence.publish:
+                    self.scheduler.publish(sequence)
+                self.scheduler.fork(sequence)
+            elif row.choice.finished:
+                self.scheduler.finish(row.choice)
+            if not sequence.open_choices():
+                ended.append(sequence)
+        if items:
+            self._emit(msg.Tokens(step=batch.step, items=items))
+        for sequence, new in prefilled:
+            self._prefilled(sequence, new)
+        for sequence in ended:
+            self._end_if_finished(sequence)
+
+    def _take(self, choice: Choice, sampled: Sampled) -> ChoiceTokens:
+        reason, stop = choice.append(sampled.token_id, self.limits)
+        choice.finished = reason is not None
+        return ChoiceTokens(
+            choice=choice.index,
+            token_ids=[sampled.token_id],
+            logprobs=None if sampled.logprob is None else [sampled.logprob],
+            finish_reason=reason,
+            stop_token_id=stop,
+        )
+
+    def _time(self, sequence: Sequence, begin: float, now: float, *, prefill: bool) -> None:
+        timings = sequence.timings
+        timings.last_token = now
+        if prefill:
+            timings.prefilled = now
+        elif not timings.first_step_end:
+            # After a commit the wait for this step counts as queueing; after a local prefill as the step's own time.
+            committed = not timings.prefilled
+            if committed:
+                timings.started = begin
+            timings.first_step = now - (begin if committed else timings.prefilled)
+            timings.first_step_end = now
+
+    def _prefilled(self, sequence: Sequence, first: list[ChoiceTokens]) -> None:
+        tokens = sequence.leader.tokens(0, sequence.total)
+        if sequence.publish:
+            self.scheduler.publish(sequence)
+        for choice in sequence.choices:
+            self.scheduler.finish(choice)
+        timings = sequence.timings
+        self._emit(
+            msg.Prefilled(
+                seq=sequence.seq,
+                first=first,
+                token_count=sequence.total,
+                token_hash=token_hash(tokens),
+                cached_tokens=sequence.cached_tokens,
+                queue_seconds=timings.queue,
+                lookup_seconds=timings.lookup,
+                forward_seconds=timings.forward,
+            )
+        )
+        if sequence.publish:
+            sequence.state = State.PUBLISHED
+        elif sequence.leased:
+            self._done(sequence)  # released before it was ready
+        else:
+            del self.sequences[sequence.seq]
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _end_if_finished(self, sequence: Sequence) -> None:
+        if sequence.open_choices() or sequence.state is State.PUBLISHED:
+            return
+        if sequence.published:
+            sequence.state = State.PUBLISHED  # decoded to the end here, still wanted by a puller
+            return
+        self.scheduler.drop(sequence)
+        self._done(sequence)
+
+    def _done(self, sequence: Sequence) -> None:
+        self.sequences.pop(sequence.seq, None)
+        timings = sequence.timings
+        self._emit(
+            msg.Done(
+                seq=sequence.seq,
+                cached_tokens=sequence.cached_tokens,
+                queue_seconds=timings.queue,
+                lookup_seconds=timings.lookup,
+                forward_seconds=timings.forward,
+                first_step_seconds=timings.first_step,
+                decode_seconds=timings.decode,
+            )
+        )
+
+    def _fail(self, sequence: Sequence, error: EpdError, *, poisoned: bool = False) -> None:
+        self.scheduler.drop(sequence, poisoned=poisoned)
+        self.sequences.pop(sequence.seq, None)
+        self._emit(_failed(sequence.seq, error))
+
+    def fail_all(self) -> None:
+        """The engine broke: every sequence is told so."""
+        for seq in list(self.sequences):
+            self._emit(_failed(seq, EngineFailed("the engine failed in a step")))
+        self.sequences.clear()
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def load(self) -> msg.LoadReport:
+        scheduler = self.scheduler
+        prefills = [choice for choice in scheduler.running if choice.prefilling]
+        return msg.LoadReport(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(scheduler.reserving),
+            pending_prefill_tokens=sum(choice.pending for choice in prefills)
+            + sum(scheduler.uncached_tokens(choice) for choice in scheduler.waiting),
+            active_blocks=self.pool.active,
+            free_blocks=self.pool.free,
+            cached_blocks=self.pool.cached,
+            held_blocks=self.pool.held,
+            total_blocks=self.pool.num_blocks,
+            steps=self.steps,
+        )
+
+    def check_integrity(self) -> list[str]:
+        """Empty: free + cached + active + held == total and every count agrees with what the sequences hold."""
+        sequences = list(self.sequences.values())
+        active: list[SequenceOf[int]] = [choice.blocks for each in sequences for choice in each.choices]
+        active += [each.spare for each in sequences if each.state is not State.RESERVED]
+        reserved = [each.reserved + each.spare for each in sequences if each.state is State.RESERVED]
+        errors = self.pool.check_integrity(
+            {
+                Owner.SEQUENCE: active,
+                Owner.PUBLICATION: [each.published for each in sequences],
+                Owner.RESERVATION: reserved,
+            }
+        )
+        queued = [*self.scheduler.running, *self.scheduler.waiting]
+        if any(choice.sequence.seq not in self.sequences for choice in queued):
+            errors.append("a choice of an ended sequence is queued")
+        if any(sequence.seq not in self.sequences for sequence in self.scheduler.reserving):
+            errors.append("an ended reservation is queued")
+        return errors
+
+    def _emit_blocks(self) -> None:
+        stored, removed = self.pool.events()
+        if stored or removed:
+            self._emit(msg.Blocks(stored=stored, removed=removed))
+
+
+def _failed(seq: str, error: EpdError) -> msg.Failed:
+    return msg.Failed(
+        seq=seq,
+        reason=error.reason,
+        message=error.message,
+        field=error.field,
+        retry_after_seconds=error.retry_after_seconds,
+    )

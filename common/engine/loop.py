@@ -1,0 +1,150 @@
+"""The engine's own loop, in a process or thread apart from the service's event loop."""
+
+import logging
+import os
+import select
+import socket
+import time
+
+import common.engine.messages as msg
+from common.cache.keys import KvLayout
+from common.engine.core import EngineCore
+from common.engine.executor import Executor
+from common.engine.settings import EngineSettings
+from common.engine.wire import command_reader, encode
+from common.transfer.pool_memory import PoolMemory
+
+log = logging.getLogger(__name__)
+
+LOAD_INTERVAL_SECONDS = 0.1
+_READ_BYTES = 1 << 20
+_QUIET_SECONDS = 0.2
+
+
+def load_executor(settings: EngineSettings, layout: KvLayout, memory: PoolMemory) -> Executor:
+    """The executor that the settings name; only here is torch imported, and only when it is needed."""
+    if settings.executor == "timed":
+        from common.engine.timed_executor import TimedExecutor
+
+        return TimedExecutor(settings, memory)
+    import torch
+
+    from common.engine.modules_executor import ModulesExecutor
+
+    torch.set_num_threads(settings.threads)
+    return ModulesExecutor(settings, layout, memory)
+
+
+class EngineLoop:
+    """Commands in, steps, events out, until Shutdown or the service's end of the socket closes.
+
+    One frame of events before a step and one after it. `doorbell` is an eventfd, written when the progress counter moved.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        memory: PoolMemory,
+        doorbell: int,
+        settings: EngineSettings,
+        layout: KvLayout,
+        executor: Executor,
+    ) -> None:
+        self._sock = sock
+        self._doorbell = doorbell
+        self._reader = command_reader()
+        self._events: list[msg.AnyEvent] = []
+        self._core = EngineCore(
+            settings,
+            executor,
+            memory,
+            model=layout.model,
+            revision=layout.revision,
+            emit=self._events.append,
+            ring=self._ring,
+        )
+        self._executor = executor
+        self._open = True
+        self._load: msg.LoadReport | None = None
+        self._load_at = 0.0
+
+    def run(self) -> None:
+        """Returns when it was told to end; raises what broke a step, after every sequence was failed."""
+        self._sock.setblocking(True)
+        limits = self._core.limits
+        self._events.append(
+            msg.Ready(
+                vocab_size=limits.vocab_size,
+                max_context=limits.max_context,
+                executor=self._executor.name,
+                eos_token_ids=sorted(limits.eos_token_ids),
+            )
+        )
+        self._report(final=True)
+        idle = 0  # steps in a row that found nothing to compute
+        try:
+            while self._open:
+                # One more try after an empty step: it may have preempted, which lets the next one admit.
+                if self._read(block=idle > 1):
+                    idle = 0
+                if not self._open:
+                    break
+                idle = 0 if self._core.step(self._flush) else idle + 1
+                self._report(final=idle > 1)
+        except (BrokenPipeError, ConnectionResetError):
+            log.info("the service is gone, the engine ends")
+        except Exception:
+            self._core.fail_all()
+            self._flush()
+            raise
+
+    def _read(self, *, block: bool) -> bool:
+        """Handles all commands that are there, with block waits for the first; False when there was none."""
+        if block and not self._readable(_QUIET_SECONDS):
+            if not self._core.scheduler.busy:
+                self._check()  # late enough that it never delays a request that follows at once
+            self._readable(None)
+        any_command = False
+        while self._open and self._readable(0):
+            data = self._sock.recv(_READ_BYTES)
+            self._open = bool(data)
+            for command in self._reader.feed(data):
+                any_command = True
+                if isinstance(command, msg.Shutdown):
+                    self._open = False
+                    break
+                self._core.handle(command)
+        return any_command
+
+    def _readable(self, timeout: float | None) -> bool:
+        return bool(select.select([self._sock], [], [], timeout)[0])
+
+    def _report(self, *, final: bool) -> None:
+        """Sends what happened, and the load when it changed: at most ten times a second, and once more before idling."""
+        now = time.monotonic()
+        if final or now - self._load_at >= LOAD_INTERVAL_SECONDS:
+            load = self._core.load()
+            if load != self._load:
+                self._events.append(load)
+                self._load, self._load_at = load, now
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._events:
+            self._sock.sendall(encode(self._events))
+            self._events.clear()
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._doorbell, 1)
+
+    def _check(self) -> None:
+        for error in self._core.check_integrity():
+            log.error("block pool integrity: %s", error)
+
+
+def run_engine(
+    sock: socket.socket, memory: PoolMemory, doorbell: int, settings: EngineSettings, layout: KvLayout
+) -> None:
+    """Loads the model and serves until the end. Blocking."""
+    executor = load_executor(settings, layout, memory)
+    EngineLoop(sock, memory, doorbell, settings, layout, executor).run()

@@ -1,0 +1,108 @@
+"""The `timed` executor: takes the time a model would take and answers deterministic tokens, without a model."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from common.engine.executor import Batch, Row, Sampled
+from common.engine.sequence import Choice
+from common.engine.settings import EngineSettings
+from common.sampling import TokenLogprob
+from common.transfer.pool_memory import PoolMemory
+
+_FIRST_TOKEN = 16  # lower ids are often special
+
+
+class TimedExecutor:
+    """Stand-in for planner, routing and load tests: step seconds by settings.timed's formula, spent asleep.
+
+    A token is a function of all tokens before it and the choice's index, so a resume, a retry or any form of the mesh gives
+    the same. Its pool has num_layers layers, one KV head, head_dim 2, float32; `expected_kv` says what it holds. There is no
+    end-of-text token: requests run to max_tokens or a stop token. Sampling parameters do not change the tokens.
+    """
+
+    name = "timed"
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, settings: EngineSettings, memory: PoolMemory, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._model = settings.timed
+        self.vocab_size = settings.timed.vocab_size
+        self.max_context = settings.timed.max_context
+        self.num_layers = settings.timed.num_layers
+        self._block_size = settings.block_size
+        self._sleep = sleep
+        # [layer, block, k|v, offset, 2]
+        self._kv = memory.data.view(np.float32).reshape(self.num_layers, settings.num_blocks, 2, settings.block_size, 2)
+        self._hashes: WeakKeyDictionary[Choice, tuple[int, hashlib.blake2b]] = WeakKeyDictionary()
+
+    def execute(self, batch: Batch, layer_done: Callable[[int], None]) -> list[list[Sampled | None]]:
+        model = self._model
+        prefill = sum(row.end - row.start for row in batch.rows[batch.decodes :])
+        seconds = (
+            model.base_seconds + model.seconds_per_prefill_token * prefill + model.seconds_per_decode * batch.decodes
+        )
+        for row in batch.rows:
+            self._write(row)
+        if batch.by_layer:
+            for layer in range(self.num_layers):
+                self._sleep(seconds / self.num_layers)
+                layer_done(layer + 1)
+        else:
+            self._sleep(seconds)
+        return [[self._next(choice) for choice in row.samples] for row in batch.rows]
+
+    def _write(self, row: Row) -> None:
+        size, blocks = self._block_size, row.choice.blocks
+        if row.end - row.start == 1:
+            where: tuple[int | np.ndarray, int | np.ndarray] = blocks[row.start // size], row.start % size
+        else:
+            positions = np.arange(row.start, row.end)
+            where = np.asarray(blocks)[positions // size], positions % size
+        values = expected_kv(row.choice.tokens(row.start, row.end), row.start, self.num_layers)
+        for which in range(2):
+            self._kv[:, where[0], which, where[1]] = (
+                values[:, which] if row.end - row.start > 1 else values[:, which, 0]
+            )
+
+    def _next(self, choice: Choice) -> Sampled:
+        length = choice.length
+        count, digest = self._hashes.get(choice, (0, hashlib.blake2b(digest_size=8)))
+        if count > length:
+            count, digest = 0, hashlib.blake2b(digest_size=8)
+        digest.update(np.asarray(choice.tokens(count, length), dtype="<u4").tobytes())
+        self._hashes[choice] = length, digest
+        final = digest.copy()
+        final.update(choice.index.to_bytes(4, "little"))
+        token = _FIRST_TOKEN + int.from_bytes(final.digest(), "little") % (self.vocab_size - _FIRST_TOKEN)
+        wanted = choice.sequence.sampling.top_logprobs is not None
+        return Sampled(token, TokenLogprob(token, 0.0) if wanted else None)
+
+    def zero(self, blocks: Sequence[int], start: int = 0) -> None:
+        for block in blocks:
+            self._kv[:, block, :, start:] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        self._kv[:, target] = self._kv[:, source]
+
+    def export_blocks(self, blocks: Sequence[int]) -> None:
+        pass  # the shared memory is the only pool
+
+    def import_blocks(self, blocks: Sequence[int]) -> None:
+        pass
+
+
+def expected_kv(token_ids: Sequence[int], start: int, num_layers: int) -> np.ndarray:
+    """What the pool holds for tokens at positions start, start + 1, …: float32 [layer, k|v, token, 2].
+
+    Keys are (token id, position), values (layer + 1, position).
+    """
+    values = np.empty((num_layers, 2, len(token_ids), 2), np.float32)
+    values[:, 0, :, 0] = token_ids
+    values[:, 1, :, 0] = np.arange(1, num_layers + 1)[:, None]
+    values[:, :, :, 1] = np.arange(start, start + len(token_ids))
+    return values
