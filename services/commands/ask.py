@@ -1,0 +1,136 @@
+"""`epd generate` and `epd chat`: asking the mesh from a terminal."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import msgspec
+from google.protobuf import json_format
+from rich.console import Console
+
+from common.errors import EpdError
+from epd.v1 import generation_pb2, generation_pb2_grpc
+from services.commands.client import dial, gateway_address
+from services.commands.render import hops_table
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What to ask and how; None leaves a field to the mesh's default."""
+
+    model: str = ""
+    raw: bool = False  # the prompt as it is, without the chat template
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    session: str = ""
+    timeout: float = 600.0  # seconds
+
+    def request(self, messages: Sequence[tuple[str, str]]) -> generation_pb2.GenerateRequest:
+        """messages: (role, content)."""
+        request = generation_pb2.GenerateRequest(model=self.model, n=self.n, stop=self.stop, session_id=self.session)
+        if self.raw:
+            request.text = messages[-1][1]
+        else:
+            for role, content in messages:
+                message = request.chat.messages.add(role=role)
+                message.content.add(text=content)
+        for name in ("max_tokens", "temperature", "top_p", "seed"):
+            if (value := getattr(self, name)) is not None:
+                setattr(request.sampling, name, value)
+        return request
+
+
+async def stream(
+    channel: grpc.aio.Channel, request: generation_pb2.GenerateRequest, timeout: float
+) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    """The answer's messages. Leaving early cancels the request everywhere."""
+    call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=timeout)
+    async for response in call:
+        yield response
+
+
+async def generate(address: str, prompt: str, question: Question, *, as_json: bool, timing: bool) -> None:
+    """Print the answer while it comes; several choices one after the other, when they are complete."""
+    request = question.request([("user", prompt)])
+    texts: dict[int, str] = {}
+    async with dial(gateway_address(address)) as channel:
+        async for response in stream(channel, request, question.timeout):
+            if as_json:
+                print(json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None), flush=True)
+                continue
+            for choice in response.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                if question.n == 1:
+                    print(choice.text, end="", flush=True)
+    if as_json:
+        return
+    if question.n == 1:
+        print()
+    else:
+        for index, text in sorted(texts.items()):
+            print(f"[{index}] {text}")
+    if timing:
+        Console(stderr=True).print(hops_table(response.accounting))
+
+
+def chat(address: str, question: Question, system: str) -> None:
+    """A conversation. The session keeps it on the worker that has its prefix."""
+    console = Console()
+    history: list[tuple[str, str]] = [("system", system)] if system else []
+    with asyncio.Runner() as runner:
+        target = gateway_address(address)
+        models = [model.id for model in runner.run(_models(target))]
+        console.print(f"[dim]{', '.join(models)} at {target}. /new starts over, /quit or Ctrl-D ends, ", end="")
+        console.print("[dim]Ctrl-C stops an answer.[/dim]")
+        while (line := _read_line()) is not None:
+            if line in ("/quit", "/exit"):
+                return
+            if line == "/new":
+                history = history[:1] if system else []
+                console.print("[dim]A new conversation.[/dim]")
+            elif line:
+                answer: list[str] = []
+                try:
+                    runner.run(_turn(target, question.request([*history, ("user", line)]), question.timeout, answer))
+                except KeyboardInterrupt:
+                    console.print("\n[dim]stopped[/dim]")
+                except EpdError as error:
+                    console.print(f"[red]{error.message}[/red]")
+                if answer:
+                    history += [("user", line), ("assistant", "".join(answer))]
+
+
+async def _models(target: str) -> list[generation_pb2.Model]:
+    async with dial(target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        return list((await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=10)).models)
+
+
+async def _turn(target: str, request: generation_pb2.GenerateRequest, timeout: float, answer: list[str]) -> None:
+    """Prints the answer while it comes and adds its pieces to `answer`."""
+    response = generation_pb2.GenerateResponse()
+    async with dial(target) as channel:
+        async for response in stream(channel, request, timeout):
+            for choice in response.choices:
+                answer.append(choice.text)
+                print(choice.text, end="", flush=True)
+    timing, usage = response.accounting, response.usage
+    print()
+    Console().print(
+        f"[dim]{usage.completion_tokens} tokens, first after {timing.ttft_seconds * 1000:.0f} ms, "
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, trace {timing.trace_id}[/dim]",
+        highlight=False,
+    )
+
+
+def _read_line() -> str | None:
+    """One line of stdin, None at its end or at Ctrl-C."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None

@@ -1,0 +1,80 @@
+"""`epd status`, `epd trace` and `epd health`: looking into a running mesh."""
+
+import asyncio
+import re
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+
+from common.errors import Unavailable, UnknownId
+from common.rpc.channel import connect
+from common.rpc.errors import from_rpc
+from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.commands.client import dial, gateway_address
+from services.commands.render import status_table, waterfall
+from services.commands.workers import registered_workers
+
+_TIMEOUT_SECONDS = 5.0
+
+
+async def status(address: str, etcd: str) -> None:
+    """Models of the gateway, then every registered worker's own report."""
+    console = Console()
+    gateway = gateway_address(address)
+    async with dial(gateway) as channel:
+        models = await generation_pb2_grpc.GenerationServiceStub(channel).ListModels(
+            generation_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS
+        )
+    console.print(f"gateway {gateway}")
+    for model in models.models:
+        console.print(
+            f"  {model.id} {model.dtype}, context {model.max_context_tokens}: "
+            f"{model.prefill_workers} prefill, {model.decode_workers} decode"
+        )
+    records = await registered_workers(etcd)
+    reports = await asyncio.gather(*(_worker_status(record.address) for record in records))
+    console.print(status_table([(record.worker_id, report) for record, report in zip(records, reports, strict=True)]))
+
+
+async def _worker_status(address: str) -> worker_pb2.GetStatusResponse | str:
+    async with connect(address) as channel:
+        try:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            answer: worker_pb2.GetStatusResponse = await stub.GetStatus(
+                worker_pb2.GetStatusRequest(), timeout=_TIMEOUT_SECONDS
+            )
+            return answer
+        except grpc.aio.AioRpcError as error:
+            return f"{from_rpc(error).reason} at {address}"
+
+
+async def trace(address: str, identifier: str) -> None:
+    """A waterfall of the spans that the mesh's processes still remember."""
+    by_trace = re.fullmatch(r"[0-9a-f]{32}", identifier.lower()) is not None
+    request = (
+        trace_pb2.GetTraceRequest(trace_id=identifier.lower())
+        if by_trace
+        else trace_pb2.GetTraceRequest(request_id=identifier)
+    )
+    async with dial(gateway_address(address)) as channel:
+        answer = await trace_pb2_grpc.TraceServiceStub(channel).GetTrace(request, timeout=_TIMEOUT_SECONDS)
+    if not answer.spans:
+        raise UnknownId(
+            f"no span of {identifier} is remembered; every process keeps the most recent ones only, and unsampled "
+            "requests have none"
+        )
+    Console().print(waterfall(answer.spans))
+
+
+async def health(address: str, service: str) -> None:
+    """Raises Unavailable unless the server says SERVING."""
+    target = gateway_address(address)
+    async with dial(target) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_SECONDS
+        )
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise Unavailable(f"{target} says {name}")
+    print(f"{target} {name}")

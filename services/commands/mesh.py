@@ -1,0 +1,142 @@
+"""A local mesh as a list of processes: how many, on which ports, with how many threads."""
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from common.errors import AddressTaken, InvalidArgument
+from common.process import available_cores
+from services.supervisor import ProcessSpec
+
+
+class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `epd up` is asked for."""
+
+    model: str
+    served_name: str = ""
+    prefill: int = 1
+    decode: int = 1
+    aggregated: int = 0
+    dtype: str = ""
+    executor: str = "modules"
+    threads: int = 0  # a worker; 0: fit the cores
+    num_blocks: int = 0
+    grpc_port: int = 50051
+    http_port: int = 8000
+    etcd: str = ""  # host:port of an existing one
+    otlp_endpoint: str = ""
+    config: str = ""  # TOML file
+    drain_seconds: float = 10.0
+
+    @property
+    def grpc(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def http(self) -> str:
+        return f"127.0.0.1:{self.http_port}"
+
+    @property
+    def workers(self) -> dict[str, str]:
+        """Worker name to roles."""
+        counts = {"prefill": self.prefill, "decode": self.decode, "prefill,decode": self.aggregated}
+        return {
+            f"{'both' if ',' in roles else roles}-{number}": roles
+            for roles, count in counts.items()
+            for number in range(count)
+        }
+
+    def validate(self) -> None:
+        """Raises InvalidArgument when these workers could never answer a request."""
+        if min(self.prefill, self.decode, self.aggregated) < 0:
+            raise InvalidArgument("numbers of workers cannot be negative", field="prefill")
+        if not self.aggregated and not (self.prefill and self.decode):
+            raise InvalidArgument(
+                "a mesh needs a prefill and a decode worker, or one with both roles (--aggregated 1)", field="prefill"
+            )
+
+
+def threads_per_worker(workers: int, cores: int) -> int:
+    """Cores over workers, one left for gateway and etcd; never none, and one each where cores are few (design §9)."""
+    return max(1, (cores - 1) // max(1, workers))
+
+
+def process_specs(options: MeshOptions, model_dir: Path, run_dir: Path, sockets: Path, etcd: str) -> list[ProcessSpec]:
+    """Every process of the mesh in the order of its start; `etcd` is the host:port that all of them use."""
+    workers = options.workers
+    threads = options.threads or threads_per_worker(len(workers), available_cores())
+    served = options.served_name or model_dir.name
+    specs: list[ProcessSpec] = []
+    if not options.etcd:
+        specs.append(
+            ProcessSpec(name="etcd", arguments=("etcd", "--address", etcd, "--data-dir", str(run_dir / "etcd")))
+        )
+    shared: tuple[str, ...] = ("--etcd", etcd, "--drain-seconds", str(options.drain_seconds))
+    if options.otlp_endpoint:
+        shared += ("--otlp-endpoint", options.otlp_endpoint)
+    if options.config:
+        shared += ("--config", options.config)
+    specs.append(
+        ProcessSpec(
+            name="gateway",
+            arguments=("gateway", f"{served}={model_dir}", "--grpc", options.grpc, "--http", options.http, *shared),
+            environment=_environment(1),
+        )
+    )
+    for name, roles in workers.items():
+        arguments = ["worker", str(model_dir), "--served-name", served, "--roles", roles, "--worker-id", name]
+        arguments += ["--threads", str(threads), "--run-dir", str(sockets / name), "--executor", options.executor]
+        if options.dtype:
+            arguments += ["--dtype", options.dtype]
+        if options.num_blocks:
+            arguments += ["--num-blocks", str(options.num_blocks)]
+        specs.append(ProcessSpec(name=name, arguments=(*arguments, *shared), environment=_environment(threads)))
+    return specs
+
+
+def _environment(threads: int) -> dict[str, str]:
+    # Threads that spin while they wait would take the cores from the other workers.
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def check_ports(options: MeshOptions) -> None:
+    """Raises AddressTaken, naming who holds it, when one of the mesh's ports is in use."""
+    for option, port in (("--grpc-port", options.grpc_port), ("--http-port", options.http_port)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except PermissionError as error:
+                raise InvalidArgument(f"port {port} needs privileges; choose one above 1023 with {option}") from error
+            except OSError as error:
+                raise AddressTaken(
+                    f"port {port} is taken{_holder(port)}; end that process, or choose another port with {option}"
+                ) from error
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _holder(port: int) -> str:
+    """' by NAME (pid N)' when the system lets us know."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                name = "this process" if connection.pid == os.getpid() else psutil.Process(connection.pid).name()
+                return f" by {name} (pid {connection.pid})"
+    except psutil.Error:
+        pass
+    return ""

@@ -1,0 +1,218 @@
+"""`epd up`: every process of a mesh on this machine, a first question, and then until Ctrl-C."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from common.errors import DeadlineExceeded, Unavailable
+from common.process import available_cores
+from common.rpc.channel import connect
+from epd.v1 import generation_pb2, generation_pb2_grpc
+from services.commands import models
+from services.commands.mesh import MeshOptions, check_ports, free_port, process_specs, threads_per_worker
+from services.commands.render import hops_table
+from services.commands.run_dir import MeshState, RunDir, default_run_dir
+from services.supervisor import Supervisor
+
+ROUTABLE_SECONDS = 300.0
+ETCD_SECONDS = 15.0
+QUESTION = "What is the capital of France?"
+_COLORS = {"waiting": "dim", "running": "green", "restarting": "yellow", "ended": "dim"}
+
+
+def up(options: MeshOptions, *, ready_fd: int = -1) -> None:
+    """Run a mesh until SIGINT or SIGTERM. ready_fd: where to write one line once the mesh can be used."""
+    options.validate()
+    run = RunDir(default_run_dir())
+    run.acquire()
+    try:
+        check_ports(options)
+        model_dir = models.get(options.model)
+        asyncio.run(_Mesh(options, model_dir, run, ready_fd).run())
+    finally:
+        run.release()
+
+
+class _Mesh:
+    def __init__(self, options: MeshOptions, model_dir: Path, run: RunDir, ready_fd: int) -> None:
+        self.options = options
+        self.run_dir = run
+        self.etcd = options.etcd or f"127.0.0.1:{free_port()}"
+        self.served = options.served_name or model_dir.name
+        self.console = Console()
+        self.ready_fd = ready_fd
+        self.started = time.monotonic()
+        self.routable = ""  # what is still missing, for the display
+        self.stop = asyncio.Event()
+        specs = process_specs(options, model_dir, run.path, run.sockets, self.etcd)
+        self.supervisor = Supervisor(specs, run.logs, self._report, self._write_state)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, self._on_signal)
+        stopping = loop.create_task(self.stop.wait())
+        serving = loop.create_task(self._serve())
+        try:
+            await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            for task in (stopping, serving):
+                task.cancel()
+            await asyncio.gather(stopping, serving, return_exceptions=True)
+            await self._end()
+
+    async def _serve(self) -> None:
+        options, supervisor = self.options, self.supervisor
+        workers = options.workers
+        threads = options.threads or threads_per_worker(len(workers), available_cores())
+        self.console.print(
+            f"{self.served}: {len(workers)} workers with {threads} thread{'s' * (threads > 1)} each on "
+            f"{available_cores()} cores; logs in {self.run_dir.logs}",
+            highlight=False,
+        )
+        with Live(
+            self._table(), console=self.console, refresh_per_second=8, transient=True, get_renderable=self._table
+        ):
+            if not options.etcd:
+                supervisor.start("etcd")
+                await self._or_failure(_reachable(self.etcd, ETCD_SECONDS))
+            supervisor.start("gateway", *workers)
+            await self._or_failure(self._wait_routable())
+        took = time.monotonic() - self.started
+        self.console.print(f"[green]ready[/green] after {took:.1f} s", highlight=False)
+        await self._or_failure(self._first_question())
+        self._announce()
+        if self.ready_fd >= 0:
+            os.write(self.ready_fd, b"ready\n")
+            os.close(self.ready_fd)
+            self.ready_fd = -1
+        await supervisor.failed()
+
+    async def _or_failure(self, work) -> None:  # type: ignore[no-untyped-def]
+        """Do the work unless a process refuses to start meanwhile."""
+        tasks = [asyncio.create_task(work), asyncio.create_task(self.supervisor.failed())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _wait_routable(self) -> None:
+        """Until the gateway knows every worker. Raises DeadlineExceeded."""
+        options = self.options
+        want = (options.prefill + options.aggregated, options.decode + options.aggregated)
+        end = time.monotonic() + ROUTABLE_SECONDS
+        async with connect(options.grpc) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            while time.monotonic() < end:
+                have = (0, 0)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=2)
+                    for model in answer.models:
+                        if model.id == self.served:
+                            have = (model.prefill_workers, model.decode_workers)
+                if have[0] >= want[0] and have[1] >= want[1]:
+                    return
+                self.routable = f"{have[0]} of {want[0]} prefill, {have[1]} of {want[1]} decode routable"
+                await asyncio.sleep(0.1)
+        raise DeadlineExceeded(
+            f"not routable after {ROUTABLE_SECONDS:.0f} s ({self.routable}); see {self.run_dir.logs}"
+        )
+
+    async def _first_question(self) -> None:
+        """Shows that the mesh answers, and where the time goes. A failure is reported and is no reason to end."""
+        request = generation_pb2.GenerateRequest()
+        request.chat.messages.add(role="user").content.add(text=QUESTION)
+        request.sampling.temperature = 0
+        request.sampling.max_tokens = 48
+        self.console.print(f"[bold]> {QUESTION}[/bold]", highlight=False)
+        response = generation_pb2.GenerateResponse()
+        try:
+            async with connect(self.options.grpc) as channel:
+                call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=120)
+                async for response in call:
+                    for choice in response.choices:
+                        print(choice.text, end="", flush=True)
+        except grpc.aio.AioRpcError as error:
+            self.console.print(f"[yellow]the first question failed: {error.details()}[/yellow]", highlight=False)
+            return
+        print("\n")
+        self.console.print(hops_table(response.accounting))
+        self.console.print(f"[dim]epd trace {response.accounting.trace_id}[/dim]\n", highlight=False)
+
+    def _announce(self) -> None:
+        self.console.print(f"gRPC on [bold]{self.options.grpc}[/bold], HTTP on [bold]http://{self.options.http}[/bold]")
+        self.console.print(
+            '[dim]In another terminal: epd chat · epd generate "…" · epd status · epd trace ID. Ctrl-C ends.[/dim]',
+            highlight=False,
+        )
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, child in self.supervisor.children.items():
+            pid = f"pid {child.pid}" if child.pid else ""
+            table.add_row(name, Text(child.state, style=_COLORS[child.state]), Text(pid, style="dim"))
+        table.add_row("", Text(f"{self.routable} {time.monotonic() - self.started:.0f} s", style="dim"))
+        return table
+
+    def _report(self, message: str) -> None:
+        self.console.print(f"[yellow]{message}[/yellow]", highlight=False)
+
+    def _write_state(self) -> None:
+        processes = {name: child.pid for name, child in self.supervisor.children.items() if child.pid}
+        self.run_dir.write_state(
+            MeshState(
+                pid=os.getpid(),
+                model=self.served,
+                grpc=self.options.grpc,
+                http=self.options.http,
+                etcd=self.etcd,
+                processes=processes,
+                socket_dir=str(self.run_dir.sockets),
+            )
+        )
+
+    def _on_signal(self) -> None:
+        if self.stop.is_set():  # the second time: at once
+            self.supervisor.kill()
+            self.run_dir.release()
+            os._exit(130)
+        self.stop.set()
+
+    async def _end(self) -> None:
+        """Gateway first, so that running requests can finish on workers that are still there; etcd last."""
+        grace = self.options.drain_seconds + 5
+        self.console.print(f"[dim]ending, at most {grace:.0f} s; Ctrl-C again: at once[/dim]", highlight=False)
+        children = [name for name in self.supervisor.children if name not in ("gateway", "etcd")]
+        for names in (("gateway",), children, ("etcd",)):
+            await self.supervisor.stop(*(name for name in names if name in self.supervisor.children), grace=grace)
+
+
+async def _reachable(address: str, seconds: float) -> None:
+    """Until a TCP connection is accepted. Raises Unavailable."""
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            if time.monotonic() > end:
+                raise Unavailable(f"etcd does not listen on {address} after {seconds:.0f} s; see its log") from None
+            await asyncio.sleep(0.05)
+        else:
+            writer.close()
+            return
