@@ -3,6 +3,7 @@
 import msgspec
 
 from common.cache.keys import KvLayout
+from common.errors import InvalidArgument
 
 PROTOCOL_VERSION = 1
 MAX_RECORD_BYTES = 64 * 1024
@@ -27,3 +28,41 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def compat_id(self) -> str:
         return self.layout.compat_id
+
+
+class BadRecord(ValueError):
+    """A value that is no record of this protocol; `cause` is one of size, schema, version, key."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class _Version(msgspec.Struct):
+    protocol_version: int
+
+
+_DECODER = msgspec.json.Decoder(WorkerRecord)
+_VERSION_DECODER = msgspec.json.Decoder(_Version)
+
+
+def encode(record: WorkerRecord) -> bytes:
+    """JSON. Raises InvalidArgument when it is too large or its worker_id cannot be part of a key."""
+    if not record.worker_id or "/" in record.worker_id:
+        raise InvalidArgument("worker_id must not be empty nor contain a slash", field="worker_id")
+    value = msgspec.json.encode(record)
+    if len(value) > MAX_RECORD_BYTES:
+        raise InvalidArgument(f"a record is at most {MAX_RECORD_BYTES} bytes, not {len(value)}", field="record")
+    return value
+
+
+def decode(value: bytes) -> WorkerRecord:
+    """Raises BadRecord: too large, another protocol version, unknown, missing or wrong fields."""
+    if len(value) > MAX_RECORD_BYTES:
+        raise BadRecord("size")
+    try:
+        if _VERSION_DECODER.decode(value).protocol_version != PROTOCOL_VERSION:
+            raise BadRecord("version")
+        return _DECODER.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise BadRecord("schema") from None

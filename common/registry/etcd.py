@@ -1,0 +1,64 @@
+"""The registry of the mesh: who is a member, by leases in etcd."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from common.metrics import Metrics
+from common.registry.adapter import EtcdConnection
+from common.registry.record import WorkerRecord
+from common.registry.registration import Registration
+from common.registry.settings import EtcdSettings
+from common.registry.watch import DEFAULT_GRACE_SECONDS, OnChange, Watch
+
+DEFAULT_TTL_SECONDS = 10
+
+
+class EtcdRegistry:
+    """Registers workers and watches them. Its state in etcd is soft: it is rebuilt from an empty etcd by itself."""
+
+    def __init__(self, settings: EtcdSettings, metrics: Metrics | None = None) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._open: list[Registration | Watch] = []
+
+    async def start(self) -> None:
+        """Waits until etcd answers. Raises Unavailable naming the endpoints, RegistryRefused, InvalidArgument."""
+        patient = msgspec.structs.replace(self._settings, call_timeout_seconds=self._settings.connect_timeout_seconds)
+        connection = EtcdConnection(patient)
+        try:
+            await connection.get(self._settings.workers_prefix)
+        finally:
+            await connection.close()
+
+    async def close(self) -> None:
+        """Revokes what is registered and ends all watches."""
+        opened, self._open = self._open, []
+        await asyncio.gather(*(one.revoke() if isinstance(one, Registration) else one.stop() for one in opened))
+
+    async def register(
+        self,
+        record: WorkerRecord,
+        ttl_seconds: int = DEFAULT_TTL_SECONDS,
+        *,
+        on_alive: Callable[[bool], None] | None = None,
+    ) -> Registration:
+        """Registers and stays registered. `on_alive` tells readiness: once now, then at each loss and return.
+
+        ttl_seconds: how long a dead worker stays listed, 2 at least (etcd's own limit).
+        """
+        registration = Registration(self._settings, record, ttl_seconds, on_alive)
+        await registration.start()
+        self._open.append(registration)
+        return registration
+
+    async def watch(self, on_change: OnChange, *, grace_seconds: float = DEFAULT_GRACE_SECONDS) -> Watch:
+        """Calls back with all workers by id: the snapshot before this returns, then at every change.
+
+        grace_seconds: how long workers stay that etcd has forgotten while it was away.
+        """
+        watch = Watch(self._settings, on_change, self._metrics, grace_seconds)
+        await watch.start()
+        self._open.append(watch)
+        return watch
