@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One try of one leg: prefill and decode called at the same time, their tokens handed to the choices in order.
+
+All calls of an attempt end with it, however it ends. Nothing of it is used by a later one but the tokens received.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Sequence
+
+import grpc
+
+from common.errors import EngineFailed
+from epd.v1 import decode_pb2, prefill_pb2, types_pb2
+from services.gateway.accounting import AttemptRecord
+from services.gateway.call import CallFailed, WorkerCall
+from services.gateway.choice import Choice
+from services.gateway.outbox import Outbox
+from services.gateway.preprocess import Prepared
+from services.gateway.settings import GatewaySettings
+from services.gateway.worker import Worker
+
+# Once every choice has ended only the worker's own timings are still to come.
+_LAST_WORDS_SECONDS = 0.5
+
+
+class Attempt:
+    """prefill and decode: disaggregated; decode alone: it computes the prompt too; prefill alone: one token."""
+
+    def __init__(
+        self,
+        request: Prepared,
+        key: types_pb2.RequestKey,
+        choices: Sequence[Choice],
+        record: AttemptRecord,
+        outbox: Outbox,
+        settings: GatewaySettings,
+        *,
+        prefill: Worker | None,
+        decode: Worker | None,
+    ) -> None:
+        self._request = request
+        self._key = key
+        self._choices = {choice.index: choice for choice in choices}
+        self._record = record
+        self._outbox = outbox
+        self._settings = settings
+        self._prefill = prefill
+        self._decode = decode
+        self._ticket = secrets.token_bytes(16)
+        self._first_tokens = (
+            asyncio.Event()
+        )  # those of prefill come before those of decode, whichever message is faster
+        self._decode_task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Returns when every choice has ended. Raises CallFailed for the call that failed first."""
+        self._record.called = self._loop.time()
+        try:
+            async with asyncio.TaskGroup() as group:
+                if self._decode is not None:
+                    self._decode_task = group.create_task(self._run_decode(self._decode))
+                if self._prefill is not None:
+                    group.create_task(self._run_prefill(self._prefill))
+        except BaseExceptionGroup as failures:
+            if self._finished:
+                return
+            raise failures.exceptions[0] from None
+
+    @property
+    def _finished(self) -> bool:
+        return all(choice.finished for choice in self._choices.values())
+
+    async def _run_prefill(self, worker: Worker) -> None:
+        call = self._open(worker, worker.prefill.Prefill(self._prefill_request(worker)))
+        try:
+            while True:
+                message = await call.read()
+                if message is grpc.aio.EOF:
+                    raise call.lost("ended before the first token")
+                if message.HasField("finished"):
+                    break
+            finished = message.finished
+            self._record.add(finished.hops)
+            self._record.cached_tokens = finished.cached_tokens
+            if {tokens.choice for tokens in finished.first if tokens.token_ids} != set(self._choices):
+                raise CallFailed(EngineFailed("prefill sampled no first token for a choice"), worker)
+            self._deliver(finished.first)
+            self._first_tokens.set()
+            if self._finished:
+                if self._decode_task is not None:
+                    self._decode_task.cancel()
+            elif self._decode is None:
+                raise CallFailed(EngineFailed("prefill did not end a request of one token"), worker)
+            try:
+                await call.read()  # the call's own end, so that it does not count as cancelled
+            except CallFailed:
+                pass  # its work is done; the decode worker finds out if the blocks went with it
+        finally:
+            call.close()
+
+    async def _run_decode(self, worker: Worker) -> None:
+        call = self._open(worker, worker.decode.Decode(self._decode_request(worker)))
+        try:
+            while True:
+                message = await call.read()
+                if message is grpc.aio.EOF:
+                    raise call.lost("ended in mid-stream")
+                kind = message.WhichOneof("event")
+                if kind == "tokens":
+                    if self._prefill is not None and not self._first_tokens.is_set():
+                        await self._first_tokens.wait()
+                    stopped = self._deliver(message.tokens.choices)
+                    if stopped:
+                        self._tell_finished(worker, stopped)
+                    if self._finished:
+                        call.hurry(_LAST_WORDS_SECONDS)
+                    elif self._outbox.full:
+                        await self._wait_for_client()
+                elif kind == "finished":
+                    self._decode_finished(message.finished)
+                    return
+        except CallFailed:
+            if not self._finished:
+                raise
+        finally:
+            call.close()
+
+    def _deliver(self, items: Iterable[types_pb2.ChoiceTokens]) -> list[int]:
+        """Hands tokens over; returns the choices that a stop string ended."""
+        self._record.arrived(self._loop.time())
+        stopped = []
+        for tokens in items:
+            choice = self._choices.get(tokens.choice)
+            if choice is not None and choice.receive(tokens):
+                stopped.append(tokens.choice)
+        self._outbox.notify()
+        return stopped
+
+    def _decode_finished(self, finished: decode_pb2.DecodeFinished) -> None:
+        record = self._record
+        record.add(finished.hops)
+        record.transfer_bytes, record.transfer_channel = finished.transfer_bytes, finished.transfer_channel
+        if self._prefill is None:
+            record.cached_tokens = finished.cached_tokens
+        if not self._finished:
+            assert self._decode is not None
+            raise CallFailed(EngineFailed("decode finished without ending every choice"), self._decode)
+
+    async def _wait_for_client(self) -> None:
+        before = self._loop.time()
+        await self._outbox.room()
+        self._record.blocked_seconds += self._loop.time() - before
+
+    def _tell_finished(self, worker: Worker, choices: list[int]) -> None:
+        # Not waited for: the stream's end tells. When it is lost the call's cancellation does the same.
+        worker.tell_finished(decode_pb2.FinishRequest(key=self._key, choices=choices))
+
+    def _open(self, worker: Worker, call: object) -> WorkerCall:
+        settings = self._settings
+        return WorkerCall(
+            worker, call, first_byte_seconds=settings.first_byte_seconds, stall_seconds=settings.stall_seconds
+        )
+
+    def _output_token_ids(self) -> list[int]:
+        """Tokens of the one choice that is resumed; a leg of several starts from the prompt's end."""
+        return next(iter(self._choices.values())).output_token_ids if len(self._choices) == 1 else []
+
+    def _prefill_request(self, worker: Worker) -> prefill_pb2.PrefillRequest:
+        request = self._request
+        publication = None
+        if self._decode is not None:
+            publication = prefill_pb2.Publication(ticket=self._ticket, puller=self._decode.identity)
+        return prefill_pb2.PrefillRequest(
+            key=self._key,
+            target=worker.identity,
+            model=request.model,
+            prompt_token_ids=request.prompt,
+            output_token_ids=self._output_token_ids(),
+            sampling=request.sampling_proto,
+            choices=list(self._choices),
+            salt=request.salt,
+            tenant=request.tenant,
+            priority=request.priority,
+            publication=publication,
+        )
+
+    def _decode_request(self, worker: Worker) -> decode_pb2.DecodeRequest:
+        request = self._request
+        source = None
+        if self._prefill is not None:
+            source = decode_pb2.KvSource(
+                owner=self._prefill.identity, address=self._prefill.record.address, ticket=self._ticket
+            )
+        return decode_pb2.DecodeRequest(
+            key=self._key,
+            target=worker.identity,
+            model=request.model,
+            prompt_token_ids=request.prompt,
+            output_token_ids=self._output_token_ids(),
+            sampling=request.sampling_proto,
+            choices=list(self._choices),
+            salt=request.salt,
+            tenant=request.tenant,
+            priority=request.priority,
+            source=source,
+        )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One streaming call to one worker: accepted in time, never silent for too long, cancelled when it is let go."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    EpdError,
+    NotReady,
+    Preempted,
+    TransferFailed,
+    WorkerLost,
+    WrongIncarnation,
+)
+from common.rpc import deadline
+from common.rpc.errors import from_rpc, reason_of
+from services.gateway.worker import Worker
+
+# Without a reason of ours these come from the transport: the peer, or the way to it, is gone.
+_TRANSPORT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
+_NO_TIME_SECONDS = 0.05
+
+
+class CallFailed(Exception):
+    """A call to a worker failed. `exclude`: this worker should not be asked again for this request."""
+
+    def __init__(self, error: EpdError, worker: Worker, *, exclude: bool = True) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.worker = worker
+        self.exclude = exclude
+
+
+class WorkerCall:
+    """Wraps a unary-stream call; `read` raises CallFailed, and has marked the worker down when nobody answers there."""
+
+    def __init__(self, worker: Worker, call: Any, *, first_byte_seconds: float, stall_seconds: float) -> None:
+        self._worker = worker
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._limit = first_byte_seconds
+        self._stall_seconds = stall_seconds
+        self._reading_since: float | None = None
+        self._expired = False
+        # One lazy timer a call: a message only notes its time.
+        self._timer = self._loop.call_later(first_byte_seconds, self._check)
+
+    async def read(self) -> Any:
+        """The next message, or grpc.aio.EOF."""
+        self._reading_since = self._loop.time()
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(error) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._expired and not (task and task.cancelling()):
+                self._worker.mark_down("no answer in time")
+                raise CallFailed(WorkerLost(f"{self._worker.worker_id} did not answer in time"), self._worker) from None
+            raise
+        self._reading_since = None
+        self._limit = self._stall_seconds
+        return message
+
+    def hurry(self, seconds: float) -> None:
+        """From now on the next message is waited for no longer than this."""
+        self._limit = self._stall_seconds = seconds
+        self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    def lost(self, what: str) -> CallFailed:
+        return CallFailed(WorkerLost(f"{self._worker.worker_id} {what}"), self._worker)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._call.cancel()
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        left = self._limit if self._reading_since is None else self._reading_since + self._limit - now
+        if left <= 0:
+            self._expired = True
+            self._call.cancel()
+        else:
+            self._timer = self._loop.call_later(left, self._check)
+
+    def _failed(self, error: grpc.aio.AioRpcError) -> CallFailed:
+        worker = self._worker
+        if error.code() in _TRANSPORT and not reason_of(error.trailing_metadata() or ()):
+            worker.mark_down(error.code().name)
+            return CallFailed(WorkerLost(f"{worker.worker_id} is gone"), worker)
+        found = from_rpc(error)
+        if isinstance(found, WrongIncarnation):
+            worker.mark_gone()
+        elif isinstance(found, Draining):
+            worker.mark_draining()
+        elif isinstance(found, Cancelled):  # not by us, or nobody would read here
+            found = WorkerLost(f"{worker.worker_id} cancelled the call")
+        elif isinstance(found, DeadlineExceeded) and (deadline.remaining() or 0.0) > _NO_TIME_SECONDS:
+            found = WorkerLost(f"{worker.worker_id} ran out of its own time")
+        # Preempted, TransferFailed, NotReady say nothing against asking the same worker again.
+        return CallFailed(found, worker, exclude=not isinstance(found, Preempted | TransferFailed | NotReady))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All workers the registry names, and the snapshot that the router works on."""
+
+import asyncio
+from collections.abc import Mapping
+
+from common.errors import NoWorkers
+from common.metrics import Metrics
+from common.policies.routing import DECODE, PREFILL, WorkerView
+from common.registry.record import PROTOCOL_VERSION, WorkerRecord
+from common.rpc.tls import TlsOptions
+from services.gateway.worker import Worker
+
+
+def no_workers(model: str) -> NoWorkers:
+    return NoWorkers(f"no worker can take requests for {model} now", retry_after_seconds=1.0)
+
+
+class Fleet:
+    """Follows the registry (`update`) and the workers themselves. Everything here runs on one event loop."""
+
+    def __init__(self, metrics: Metrics, tls: TlsOptions | None = None) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._metrics = metrics
+        self._tls = tls
+        self._changed = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def update(self, records: Mapping[str, WorkerRecord]) -> None:
+        """The registry's current records by worker id. A new incarnation replaces the old one and everything known of it."""
+        usable = {k: record for k, record in records.items() if record.protocol_version == PROTOCOL_VERSION}
+        for worker_id, worker in list(self._workers.items()):
+            record = usable.get(worker_id)
+            if (
+                record is None
+                or record.incarnation != worker.record.incarnation
+                or record.address != worker.record.address
+            ):
+                del self._workers[worker_id]
+                task = asyncio.create_task(worker.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+            else:
+                worker.record = record
+        for worker_id, record in usable.items():
+            if worker_id not in self._workers:
+                self._workers[worker_id] = Worker(record, self._notify, self._tls)
+        self._notify()
+
+    def get(self, worker_id: str) -> Worker | None:
+        return self._workers.get(worker_id)
+
+    def all(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    def snapshot(self, model: str) -> list[WorkerView]:
+        """Routable workers of a model."""
+        return [worker.view() for worker in self._workers.values() if worker.record.model == model and worker.routable]
+
+    def records(self, model: str) -> list[WorkerRecord]:
+        """Records of a model's routable workers, else of all its workers: for limits that hold in either case."""
+        named = [worker for worker in self._workers.values() if worker.record.model == model]
+        return [worker.record for worker in named if worker.routable] or [worker.record for worker in named]
+
+    def model_roles(self) -> dict[str, dict[str, list[WorkerRecord]]]:
+        """Routable workers by model and role, only of models that can be asked: a pair that fits, or both roles in one."""
+        found: dict[str, dict[str, list[WorkerRecord]]] = {}
+        for worker in self._workers.values():
+            if worker.routable:
+                roles = found.setdefault(worker.record.model, {PREFILL: [], DECODE: []})
+                for role in worker.record.roles:
+                    if role in roles:
+                        roles[role].append(worker.record)
+        return {
+            model: roles
+            for model, roles in found.items()
+            if {r.compat_id for r in roles[PREFILL]} & {r.compat_id for r in roles[DECODE]}
+        }
+
+    async def wait_for_records(self, model: str, seconds: float) -> list[WorkerRecord]:
+        """`records`, once there are any. Raises NoWorkers when none turns up in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not (found := self.records(model)):
+                    await self.changed()
+                return found
+        except TimeoutError:
+            raise no_workers(model) from None
+
+    async def changed(self) -> None:
+        """Returns at the next change of what is routable."""
+        await self._changed.wait()
+
+    async def close(self) -> None:
+        self.update({})
+        while self._closing:
+            await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        counts: dict[tuple[str, str], int] = {}
+        for worker in self._workers.values():
+            for role in worker.record.roles:
+                key = (worker.record.model, role)
+                counts[key] = counts.get(key, 0) + worker.routable
+        self._metrics.workers.clear()
+        for (model, role), count in counts.items():
+            self._metrics.workers.labels(model=model, role=role).set(count)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan, attempt, and after a failure plan again: the client sees one unbroken stream.
+
+Leg 0 carries all choices. When an attempt fails after tokens have come, each unfinished choice goes on as a leg of its own
+(leg = 1 + choice), since their outputs differ by then; the tokens received so far go along as its output.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from common import telemetry
+from common.errors import EpdError
+from common.policies.routing import Plan, WorkerView, route
+from common.telemetry import Telemetry
+from epd.v1 import types_pb2
+from services.gateway.accounting import AttemptRecord
+from services.gateway.attempt import Attempt
+from services.gateway.call import CallFailed
+from services.gateway.choice import Choice
+from services.gateway.fleet import Fleet, no_workers
+from services.gateway.outbox import Outbox
+from services.gateway.preprocess import Prepared
+from services.gateway.settings import GatewaySettings
+from services.gateway.worker import Worker
+
+_LONGEST_BACKOFF_SECONDS = 1.0
+_SPAN_CANDIDATES = 16  # scores on a span
+
+
+class Orchestrator:
+    """Shared by all requests; what belongs to one lives in `_Leg`."""
+
+    def __init__(self, fleet: Fleet, settings: GatewaySettings, tel: Telemetry) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self.telemetry = tel
+
+    async def run(self, request: Prepared, choices: Sequence[Choice], outbox: Outbox) -> None:
+        """Returns when every choice has ended. Raises the error that no further attempt could mend."""
+        await _Leg(self, request, outbox, 0, list(choices), 1).run()
+
+
+class _Leg:
+    """The attempts, one after the other, for some of a request's choices."""
+
+    def __init__(
+        self,
+        mesh: Orchestrator,
+        request: Prepared,
+        outbox: Outbox,
+        number: int,
+        choices: list[Choice],
+        attempt: int,
+        *,
+        exclude: frozenset[str] = frozenset(),
+        prefer_prefill: str = "",
+    ) -> None:
+        self._mesh = mesh
+        self._request = request
+        self._outbox = outbox
+        self._number = number
+        self._choices = choices
+        self._attempt = attempt
+        self._exclude = exclude
+        self._prefer_prefill = prefer_prefill
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        while True:
+            record = AttemptRecord(attempt=self._attempt, started=self._loop.time())
+            for choice in self._choices:
+                choice.records.append(record)
+            try:
+                await self._try(record)
+                return
+            except CallFailed as failure:
+                record.failed = self._loop.time()
+                await self._after(failure)
+            if self._number == 0 and any(choice.output_token_ids for choice in self._choices):
+                await self._go_on_apart()
+                return
+
+    async def _try(self, record: AttemptRecord) -> None:
+        plan = await self._plan()
+        fleet = self._mesh.fleet
+        prefill, decode = _worker(fleet, plan.prefill), _worker(fleet, plan.decode)
+        if (plan.prefill and not prefill) or (plan.decode and not decode):
+            raise no_workers(self._request.model)  # cannot be: the snapshot is of this very moment
+        record.prefill_worker = plan.prefill.worker_id if plan.prefill else ""
+        record.decode_worker = plan.decode.worker_id if plan.decode else ""
+        key = types_pb2.RequestKey(request_id=self._request.internal_id, leg=self._number, attempt=self._attempt)
+        uncached = {(score.worker_id, score.role): score.uncached_tokens for score in plan.scores}
+        attempt = Attempt(
+            self._request,
+            key,
+            self._choices,
+            record,
+            self._outbox,
+            self._mesh.settings,
+            prefill=prefill,
+            decode=decode,
+        )
+        computing = prefill or decode
+        assert computing is not None
+        tokens = uncached.get((computing.worker_id, "prefill" if prefill else "local"), 0)
+        with computing.charge(tokens, 0):
+            if decode is None:
+                await attempt.run()
+            else:
+                length = len(self._request.prompt) + self._output_tokens
+                with decode.charge(0, -(-length // decode.record.layout.block_size) + len(self._choices)):
+                    await attempt.run()
+
+    @property
+    def _output_tokens(self) -> int:
+        return len(self._choices[0].output_token_ids) if len(self._choices) == 1 else 0
+
+    async def _plan(self) -> Plan:
+        """Waits, bounded, for a routable worker. Raises NoWorkers."""
+        request, mesh = self._request, self._mesh
+        with telemetry.start_span(telemetry.GATEWAY_ROUTE, attributes={telemetry.ATTEMPT: self._attempt}) as span:
+            end = self._loop.time() + mesh.settings.route_wait_seconds
+            while True:
+                workers = mesh.fleet.snapshot(request.model)
+                for exclude in (self._exclude, frozenset[str]()):
+                    wanted = request.route_request(
+                        output_tokens=self._output_tokens,
+                        choices=len(self._choices),
+                        exclude=exclude,
+                        prefer_prefill=self._prefer_prefill,
+                    )
+                    plan = route(workers, wanted, mesh.settings.routing)
+                    if plan is not None:
+                        span.set_attribute(telemetry.ROUTE_DECISION, f"{plan.kind} ({plan.reason})")
+                        span.set_attribute(
+                            telemetry.ROUTE_CANDIDATES,
+                            [
+                                f"{score.role} {score.worker_id}: cost {score.cost:.0f}, uncached {score.uncached_tokens}"
+                                for score in plan.scores[:_SPAN_CANDIDATES]
+                            ],
+                        )
+                        mesh.telemetry.metrics.decisions.labels(model=request.model, decision=plan.kind).inc()
+                        return plan
+                try:
+                    async with asyncio.timeout_at(end):
+                        await mesh.fleet.changed()
+                except TimeoutError:
+                    raise no_workers(request.model) from None
+
+    async def _after(self, failure: CallFailed) -> None:
+        """Prepares the next attempt, or raises when there is none."""
+        error, settings = failure.error, self._mesh.settings
+        self._choices = [choice for choice in self._choices if not choice.finished]
+        if not error.retryable or self._attempt >= settings.max_attempts:
+            raise error
+        self._attempt += 1
+        record = self._choices[0].records[-1]
+        if failure.exclude:
+            self._exclude |= {failure.worker.worker_id}
+        # The old prefill worker has the prompt's blocks by now, unless it is the one that failed.
+        if record.first and record.prefill_worker not in self._exclude:
+            self._prefer_prefill = record.prefill_worker
+        self._mesh.telemetry.metrics.retries.labels(model=self._request.model, reason=error.reason).inc()
+        backoff = min(_LONGEST_BACKOFF_SECONDS, settings.retry_backoff_seconds * 2 ** (self._attempt - 2))
+        attributes = {
+            telemetry.ATTEMPT: self._attempt,
+            telemetry.LEG: self._number,
+            telemetry.WORKER: failure.worker.worker_id,
+            telemetry.ERROR_REASON: error.reason,
+        }
+        with telemetry.start_span(telemetry.GATEWAY_RETRY, attributes=attributes):
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def _go_on_apart(self) -> None:
+        """Every unfinished choice as a leg of its own, all at once."""
+        legs = [
+            _Leg(
+                self._mesh,
+                self._request,
+                self._outbox,
+                1 + choice.index,
+                [choice],
+                self._attempt,
+                exclude=self._exclude,
+                prefer_prefill=self._prefer_prefill,
+            )
+            for choice in self._choices
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for leg in legs:
+                    group.create_task(leg.run())
+        except BaseExceptionGroup as failures:
+            error = failures.exceptions[0]
+            raise error if isinstance(error, EpdError) else failures from None
+
+
+def _worker(fleet: Fleet, view: WorkerView | None) -> Worker | None:
+    return fleet.get(view.worker_id) if view is not None else None

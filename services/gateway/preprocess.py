@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a client sent to what workers need: token ids, checked limits, block keys. Before any worker is called."""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from common.cache.keys import block_keys, root_key
+from common.errors import ContextTooLong, InvalidArgument, ModelNotFound, NeverFits
+from common.models.tokenizer import Tokenizer
+from common.policies.routing import RouteRequest, blocks_needed
+from common.registry.record import WorkerRecord
+from common.rpc import wire
+from common.sampling import MAX_CHOICES, SamplingParams
+from epd.v1 import generation_pb2, types_pb2
+from services.gateway.fleet import Fleet
+from services.gateway.worker import keys_id
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STREAM_INTERVAL = 1024
+MAX_LABEL = 256  # characters of request_id and session_id
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that workers can run."""
+
+    internal_id: bytes  # 16 random bytes
+    model: str
+    tenant: str
+    salt: bytes
+    tokenizer: Tokenizer
+    prompt: list[int]
+    sampling: SamplingParams
+    sampling_proto: types_pb2.SamplingParams
+    n: int
+    stops: tuple[str, ...]
+    affinity: bytes
+    priority: int
+    skip_special_tokens: bool
+    stream_interval: int
+    block_keys: Mapping[str, Sequence[bytes]]
+
+    @property
+    def single_token(self) -> bool:
+        return self.sampling.max_tokens == 1
+
+    def route_request(
+        self, *, output_tokens: int, choices: int, exclude: frozenset[str], prefer_prefill: str
+    ) -> RouteRequest:
+        return RouteRequest(
+            prompt_tokens=len(self.prompt) + output_tokens,
+            choices=choices,
+            block_keys=self.block_keys,
+            affinity=self.affinity,
+            single_token=self.single_token,
+            min_output_tokens=max(1, _sure_tokens(self.sampling) - output_tokens),
+            exclude=exclude,
+            prefer_prefill=prefer_prefill,
+        )
+
+
+class Preprocessor:
+    """Tokenizers run in threads, off the event loop."""
+
+    def __init__(
+        self, tokenizers: Mapping[str, Tokenizer], fleet: Fleet, *, threads: int, salt_secret: str, wait_seconds: float
+    ) -> None:
+        self.tokenizers = tokenizers
+        self._fleet = fleet
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._salt_secret = salt_secret.encode()
+        self._wait_seconds = wait_seconds
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def model(self, name: str) -> str:
+        """The model asked for, or the only one. Raises ModelNotFound."""
+        if not name and len(self.tokenizers) == 1:
+            return next(iter(self.tokenizers))
+        if name not in self.tokenizers:
+            known = ", ".join(sorted(self.tokenizers)) or "none"
+            raise ModelNotFound(
+                f"model {name[:MAX_LABEL]!r} is not served here; served: {known}"
+                if name
+                else f"model is required: {known}",
+                field="model",
+            )
+        return name
+
+    async def prepare(self, request: generation_pb2.GenerateRequest, tenant: str) -> Prepared:
+        """Raises InvalidArgument (ContextTooLong, NeverFits) naming the field and its limits, ModelNotFound, NoWorkers."""
+        model = self.model(request.model)
+        check_parameters(request)
+        sampling = wire.sampling_from_proto(request.sampling)
+        if not request.sampling.HasField("seed"):
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
+        records = self._fleet.records(model) or await self._fleet.wait_for_records(model, self._wait_seconds)
+        sampling.validate(min(record.vocab_size for record in records))
+        salt = hmac.new(self._salt_secret, tenant.encode(), hashlib.sha256).digest() if self._salt_secret else b""
+        tokenizer = self.tokenizers[model]
+        prompt, keys = await asyncio.get_running_loop().run_in_executor(
+            self._pool, _tokens_and_keys, request, tokenizer, records, salt
+        )
+        n = request.n if request.HasField("n") else 1
+        check_limits(prompt, n, sampling, records)
+        first_key = next(iter(keys.values()), [])[:1]
+        return Prepared(
+            internal_id=secrets.token_bytes(16),
+            model=model,
+            tenant=tenant,
+            salt=salt,
+            tokenizer=tokenizer,
+            prompt=prompt,
+            sampling=sampling,
+            sampling_proto=wire.sampling_to_proto(sampling),
+            n=n,
+            stops=tuple(request.stop),
+            # Without a session, what shares its beginning stays together.
+            affinity=request.session_id.encode() or b"".join(first_key),
+            priority=request.priority,
+            skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
+            stream_interval=request.stream_interval or 1,
+            block_keys=keys,
+        )
+
+
+def check_parameters(request: generation_pb2.GenerateRequest) -> None:
+    """What needs neither tokenizer nor worker. Raises InvalidArgument naming the field."""
+    if request.HasField("n") and not 1 <= request.n <= MAX_CHOICES:
+        raise InvalidArgument(f"n must be at least 1 and at most {MAX_CHOICES}, got {request.n}", field="n")
+    if len(request.stop) > MAX_STOPS:
+        raise InvalidArgument(f"stop has {len(request.stop)} strings; at most {MAX_STOPS}", field="stop")
+    for stop in request.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidArgument(
+                f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}", field="stop"
+            )
+    if request.stream_interval > MAX_STREAM_INTERVAL:
+        raise InvalidArgument(f"stream_interval must be at most {MAX_STREAM_INTERVAL}", field="stream_interval")
+    for field in ("request_id", "session_id"):
+        if len(getattr(request, field)) > MAX_LABEL:
+            raise InvalidArgument(f"{field} must have at most {MAX_LABEL} characters", field=field)
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidArgument("prompt is required: text, token_ids or chat", field="prompt")
+    if kind == "chat":
+        _check_chat(request.chat)
+
+
+def check_limits(prompt: Sequence[int], n: int, sampling: SamplingParams, records: Sequence[WorkerRecord]) -> None:
+    """Raises InvalidArgument when no worker could ever run this."""
+    if not prompt:
+        raise InvalidArgument("the prompt must have at least one token", field="prompt")
+    vocab = min(record.vocab_size for record in records)
+    if max(prompt) >= vocab:
+        raise InvalidArgument(f"token ids must be below the vocabulary's size, {vocab}", field="prompt")
+    context = max(record.max_context for record in records)
+    if len(prompt) >= context:
+        raise ContextTooLong(
+            f"the prompt has {len(prompt)} tokens; the context of {context} tokens holds it and at least one output token",
+            field="prompt",
+        )
+    if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > context:
+        raise ContextTooLong(
+            f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} are "
+            f"{len(prompt) + sampling.max_tokens} together; the context holds {context} tokens",
+            field="max_tokens",
+        )
+    need = RouteRequest(prompt_tokens=len(prompt), choices=n, min_output_tokens=max(1, _sure_tokens(sampling)))
+    blocks = [(blocks_needed(need, record.layout.block_size), record.num_blocks) for record in records]
+    if all(needed > there for needed, there in blocks):
+        needed, there = min(blocks, key=lambda pair: pair[0] - pair[1])
+        raise NeverFits(
+            f"the request needs at least {needed} KV blocks; the largest pool has {there} blocks", field="prompt"
+        )
+
+
+def _sure_tokens(sampling: SamplingParams) -> int:
+    """Output tokens that no end of text can spare."""
+    if sampling.ignore_eos and sampling.max_tokens is not None and not sampling.stop_token_ids:
+        return sampling.max_tokens
+    return sampling.min_tokens
+
+
+def _tokens_and_keys(
+    request: generation_pb2.GenerateRequest, tokenizer: Tokenizer, records: Sequence[WorkerRecord], salt: bytes
+) -> tuple[list[int], dict[str, list[bytes]]]:
+    """Runs in a thread. Block keys by what names blocks alike: model, revision, block size."""
+    prompt = _token_ids(request, tokenizer)
+    keys: dict[str, list[bytes]] = {}
+    for layout in {keys_id(record.layout): record.layout for record in records}.values():
+        root = root_key(layout.model, layout.revision, salt)
+        keys[keys_id(layout)] = block_keys(root, prompt, layout.block_size)
+    return prompt, keys
+
+
+def _token_ids(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+    match request.WhichOneof("prompt"):
+        case "text":
+            special = not request.HasField("add_special_tokens") or request.add_special_tokens
+            return tokenizer.encode(request.text, add_special_tokens=special)
+        case "token_ids":
+            return list(request.token_ids.ids)
+        case _:
+            messages = [
+                {"role": message.role, "content": "".join(part.text for part in message.content)}
+                for message in request.chat.messages
+            ]
+            return tokenizer.encode_chat(messages)
+
+
+def _check_chat(chat: generation_pb2.Chat) -> None:
+    if not chat.messages:
+        raise InvalidArgument("messages must not be empty", field="messages")
+    for message in chat.messages:
+        if not message.role:
+            raise InvalidArgument("every message needs a role", field="messages")
+        if any(part.WhichOneof("part") is None for part in message.content):
+            raise InvalidArgument("a content part holds nothing that is known here", field="messages")

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one gateway is set up."""
+
+import msgspec
+
+from common.policies.routing import RoutingPolicy
+from common.policies.slo import SloTarget
+from common.rpc.tls import TlsOptions
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All knobs of one gateway; durations in seconds."""
+
+    models: dict[str, str]  # served name to the directory with its tokenizer
+    grpc_bind: str = "127.0.0.1:50051"  # port 0: a free one
+    http_bind: str = "127.0.0.1:8000"
+    etcd: str = "127.0.0.1:2379"
+    salt_secret: str = ""  # tenant salts derive from it; empty: no salt. Gateways of one mesh share it
+    max_in_flight: int = 256  # requests at once; more are refused with Overloaded
+    max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own
+    default_timeout_seconds: float = 600.0  # of requests that come without a deadline, and the longest
+    max_attempts: int = 5
+    first_byte_seconds: float = 2.0  # for a worker to accept a call
+    stall_seconds: float = 120.0  # without any message from a worker that has accepted
+    route_wait_seconds: float = 5.0  # for a routable worker to turn up
+    retry_backoff_seconds: float = 0.02  # before attempt 2; doubles, with jitter, up to a second
+    drain_seconds: float = 30.0
+    tokenizer_threads: int = 2
+    buffered_tokens: int = 512  # not yet taken by a slow client; then the worker's stream is read no further
+    routing: RoutingPolicy = RoutingPolicy()
+    slo: SloTarget = SloTarget()
+    slo_models: dict[str, SloTarget] = {}  # by served name
+    slo_tenants: dict[str, SloTarget] = {}  # by tenant; wins over the model's
+    max_tenants: int = 1000  # labels in metrics; further tenants are counted as "other"
+    otlp_endpoint: str = ""
+    trace_sample_ratio: float = 1.0
+    tls: TlsOptions | None = None  # of the gRPC server
+    worker_tls: TlsOptions | None = None  # towards workers
+
+    def slo_target(self, model: str, tenant: str) -> SloTarget:
+        return self.slo_tenants.get(tenant) or self.slo_models.get(model) or self.slo

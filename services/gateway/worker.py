@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One life of one worker as the gateway knows it: channel, liveness, load, cached blocks, and what was sent there just now."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from common.cache.keys import INDEX_KEY_BYTES, KvLayout
+from common.policies.routing import WorkerView
+from common.registry.record import WorkerRecord
+from common.rpc.channel import connect
+from common.rpc.tls import TlsOptions
+from epd.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, trace_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+
+_log = logging.getLogger(__name__)
+_FIRST_BACKOFF_SECONDS = 0.05
+_LAST_BACKOFF_SECONDS = 2.0
+_FINISH_SECONDS = 2.0
+_WATCH_FIRST_SECONDS = 2.0  # for the first message of a watch
+
+
+def keys_id(layout: KvLayout) -> str:
+    """Equal for workers that name the same tokens by the same block keys."""
+    return f"{layout.model}\0{layout.revision}\0{layout.block_size}"
+
+
+class Charge:
+    """Work that was sent to a worker and is perhaps not in its reported load yet."""
+
+    __slots__ = ("blocks", "report", "tokens")
+
+    def __init__(self, report: int, tokens: int, blocks: int) -> None:
+        self.report, self.tokens, self.blocks = report, tokens, blocks
+
+
+class Worker:
+    """`up` while its Watch stream is there. A failed call marks it down at once; the watch is then tried again with back-off
+    until the registry forgets this life, so being down is never for good.
+    """
+
+    def __init__(self, record: WorkerRecord, changed: Callable[[], None], tls: TlsOptions | None = None) -> None:
+        self.record = record
+        self.identity = types_pb2.WorkerIdentity(worker_id=record.worker_id, incarnation=record.incarnation)
+        self.keys_id = keys_id(record.layout)
+        self.compat_id = record.compat_id
+        self.up = False
+        self.gone = False
+        self.load = worker_pb2.Load()
+        self.cached: set[bytes] = set()
+        self.sequence = 0  # of the last block event applied
+        self._in_snapshot = False
+        self._changed = changed
+        self._charges: set[Charge] = set()
+        self._reports = 0
+        self._channel = connect(record.address, tls=tls)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
+        self.trace = trace_pb2_grpc.TraceServiceStub(self._channel)
+        self._worker_service = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._finishing: set[grpc.aio.Call] = set()
+        self._watch: grpc.aio.Call | None = None
+        self._task = asyncio.create_task(self._keep_watching(), name=f"watch-{record.worker_id}")
+
+    @property
+    def worker_id(self) -> str:
+        return self.record.worker_id
+
+    @property
+    def routable(self) -> bool:
+        return self.up and not self.gone and not self.load.draining and not self.record.draining
+
+    def view(self) -> WorkerView:
+        """What the router sees: the reported load and what was sent since."""
+        record = self.record
+        return WorkerView(
+            worker_id=record.worker_id,
+            incarnation=record.incarnation,
+            roles=record.roles,
+            compat_id=self.compat_id,
+            keys_id=self.keys_id,
+            block_size=record.layout.block_size,
+            num_blocks=record.num_blocks,
+            max_context=record.max_context,
+            pending_prefill_tokens=self.load.pending_prefill_tokens + sum(c.tokens for c in self._charges),
+            active_blocks=self.load.active_blocks + sum(c.blocks for c in self._charges),
+            cached=self.cached,
+        )
+
+    @contextlib.contextmanager
+    def charge(self, tokens: int, blocks: int) -> Iterator[None]:
+        """Counts prefill tokens and decode blocks here until the worker's own reports surely include them, or the work ends."""
+        charge = Charge(self._reports, tokens, blocks)
+        self._charges.add(charge)
+        try:
+            yield
+        finally:
+            self._charges.discard(charge)
+
+    def tell_finished(self, request: decode_pb2.FinishRequest) -> None:
+        """Ends choices of a running decode call; fire and forget."""
+        call = self.decode.Finish(request, timeout=_FINISH_SECONDS)
+        self._finishing.add(call)
+        call.add_done_callback(self._finishing.discard)
+
+    def mark_down(self, why: str) -> None:
+        """A call has shown that nobody answers there."""
+        if self.up:
+            _log.warning("worker %s is down: %s", self.worker_id, why)
+            self._set_up(False)
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def mark_draining(self) -> None:
+        if not self.load.draining:
+            self.load.draining = True
+            self._changed()
+
+    def mark_gone(self) -> None:
+        """Another life answers at this address, so this one is over; the registry will say so too."""
+        if not self.gone:
+            self.gone = True
+            self._changed()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._set_up(False)
+        await self._channel.close()
+
+    def _set_up(self, up: bool) -> None:
+        if self.up != up:
+            self.up = up
+            self._changed()
+
+    async def _keep_watching(self) -> None:
+        backoff = _FIRST_BACKOFF_SECONDS
+        while True:
+            was_up = False
+            try:
+                was_up = await self._follow()
+            except grpc.aio.AioRpcError as error:
+                was_up = self.up
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    _log.warning("watch of worker %s ended: %s", self.worker_id, error.code().name)
+            except TimeoutError:
+                _log.warning("worker %s does not answer", self.worker_id)
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+            except Exception:  # whatever a foreign peer sent: this worker only, and not for good
+                _log.exception("watch of worker %s failed", self.worker_id)
+            finally:
+                self._watch = None
+            self._set_up(False)
+            backoff = _FIRST_BACKOFF_SECONDS if was_up else min(_LAST_BACKOFF_SECONDS, 2 * backoff)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def _follow(self) -> bool:
+        """Reads one watch; returns when it ended or a gap showed. Whether the worker was up meanwhile."""
+        request = worker_pb2.WatchRequest(from_sequence=self.sequence, incarnation=self.record.incarnation)
+        watch = self._watch = self._worker_service.Watch(request)
+        try:
+            async with asyncio.timeout(_WATCH_FIRST_SECONDS):
+                message = await watch.read()
+            while message is not grpc.aio.EOF:
+                if not self._apply(message):
+                    self.sequence = 0
+                    return True
+                # The snapshot or the missed events come before the load, so a worker that is up has its index.
+                if message.WhichOneof("event") == "load":
+                    self._set_up(True)
+                message = await watch.read()
+            return self.up
+        finally:
+            watch.cancel()
+
+    def _apply(self, message: worker_pb2.WatchResponse) -> bool:
+        """False when block events were missed."""
+        if message.WhichOneof("event") == "load":
+            self._on_load(message.load)
+            return True
+        return self._on_blocks(message.blocks)
+
+    def _on_load(self, load: worker_pb2.Load) -> None:
+        self._reports += 1
+        # The next report after a charge may have left before the work arrived; the one after it has not.
+        self._charges = {charge for charge in self._charges if charge.report + 2 > self._reports}
+        changed = load.draining != self.load.draining
+        self.load = load
+        if changed:
+            self._changed()
+
+    def _on_blocks(self, blocks: worker_pb2.BlockEvents) -> bool:
+        if blocks.snapshot_start:
+            self.cached = set()
+        elif blocks.sequence > self.sequence + 1:
+            _log.warning(
+                "worker %s: block events %d to %d missed", self.worker_id, self.sequence + 1, blocks.sequence - 1
+            )
+            return False
+        elif blocks.sequence <= self.sequence and not blocks.snapshot_end and not self._in_snapshot:
+            return True  # known already
+        self.cached.difference_update(key[:INDEX_KEY_BYTES] for key in blocks.removed)
+        self.cached.update(key[:INDEX_KEY_BYTES] for key in blocks.stored)
+        self.sequence = blocks.sequence
+        self._in_snapshot = (self._in_snapshot or blocks.snapshot_start) and not blocks.snapshot_end
+        return True
