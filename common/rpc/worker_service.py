@@ -1,0 +1,115 @@
+"""WorkerService: load and block events for gateways, and the worker's state for people."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import psutil
+
+from common.cache.block_log import BlockChange, BlockLog
+from common.engine.messages import Blocks, LoadReport
+from common.rpc import wire
+from common.rpc.worker_context import WorkerContext
+from epd.v1 import worker_pb2, worker_pb2_grpc
+
+LOAD_INTERVAL_SECONDS = 0.1
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Watches are bounded by the log, not by their reader: a slow one is caught up by a snapshot."""
+
+    def __init__(
+        self,
+        worker: WorkerContext,
+        *,
+        open_publications: Callable[[], int],
+        open_pulls: Callable[[], int],
+        open_spans: Callable[[], int],
+        loop_lag_p99: Callable[[], float],
+    ) -> None:
+        self._worker = worker
+        self._log = BlockLog()
+        self._load_changed = asyncio.Event()
+        self._counts = (open_publications, open_pulls, open_spans, loop_lag_p99)
+        worker.engine.on_blocks(self._on_blocks)
+        worker.engine.on_load(lambda _: self.touch())
+
+    def _on_blocks(self, event: Blocks) -> None:
+        self._log.apply(event.stored, event.removed)
+
+    def touch(self) -> None:
+        """Load, or draining, has changed."""
+        self._load_changed.set()
+        self._load_changed = asyncio.Event()
+
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        # A cursor of an earlier life means nothing here.
+        cursor = request.from_sequence if request.incarnation == self._worker.record.incarnation else 0
+        fresh = True
+        while True:
+            blocks_changed, load_changed = self._log.changed(), self._load_changed
+            if fresh or cursor != self._log.sequence:
+                for change in self._log.after(cursor):
+                    yield worker_pb2.WatchResponse(blocks=_blocks(change))
+                    cursor = change.sequence
+            yield worker_pb2.WatchResponse(load=self._load(self._worker.engine.load))
+            fresh = False
+            await _first(blocks_changed, load_changed)
+            await asyncio.sleep(LOAD_INTERVAL_SECONDS)  # at most 10 messages of each kind a second
+
+    async def GetStatus(
+        self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetStatusResponse:
+        inspected = await self._worker.engine.inspect()
+        record = self._worker.record
+        publications, pulls, spans, lag = (count() for count in self._counts)
+        return worker_pb2.GetStatusResponse(
+            identity=wire.identity_to_proto(self._worker.identity),
+            roles=record.roles,
+            layout=wire.layout_to_proto(record.layout),
+            load=self._load(inspected.load),
+            healthy=not inspected.errors and not self._worker.draining,
+            integrity_errors=inspected.errors,
+            open_publications=publications,
+            open_pulls=pulls,
+            open_spans=spans,
+            executor=record.executor,
+            engine_steps=inspected.load.steps,
+            loop_lag_p99_seconds=lag,
+            resident_bytes=psutil.Process().memory_info().rss,
+        )
+
+    def _load(self, load: LoadReport) -> worker_pb2.Load:
+        return worker_pb2.Load(
+            running=load.running,
+            waiting=load.waiting,
+            pending_prefill_tokens=load.pending_prefill_tokens,
+            active_blocks=load.active_blocks,
+            free_blocks=load.free_blocks,
+            cached_blocks=load.cached_blocks,
+            held_blocks=load.held_blocks,
+            total_blocks=load.total_blocks,
+            draining=self._worker.draining,
+        )
+
+
+def _blocks(change: BlockChange) -> worker_pb2.BlockEvents:
+    return worker_pb2.BlockEvents(
+        sequence=change.sequence,
+        snapshot_start=change.snapshot_start,
+        snapshot_end=change.snapshot_end,
+        stored=change.stored,
+        removed=change.removed,
+    )
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Returns when one of the events is set."""
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

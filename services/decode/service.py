@@ -1,0 +1,162 @@
+"""DecodeService: KV cache to tokens. The only file of this role that knows protobuf."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from common import telemetry
+from common.engine.client import EngineStream
+from common.engine.messages import Cancel, Commit, Done, Failed, Finish, Reserve, Reserved, Started, Submit, Tokens
+from common.errors import EngineFailed, InvalidArgument
+from common.rpc import wire
+from common.rpc.worker_context import WorkerContext, engine_error
+from common.sampling import ChoiceTokens, SamplingParams
+from common.transfer.key import TransferKey
+from common.transfer.puller import Puller, PullResult, PullTarget
+from epd.v1 import decode_pb2, decode_pb2_grpc
+
+
+class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
+    """Pulls prompts' KV, or computes them here, and streams the tokens of every choice."""
+
+    def __init__(self, worker: WorkerContext, puller: Puller) -> None:
+        self._worker = worker
+        self._puller = puller
+        self._running: dict[TransferKey, str] = {}
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        key = wire.key_from_proto(request.key)
+        sampling = wire.sampling_from_proto(request.sampling)
+        self._worker.check(wire.identity_from_proto(request.target), request.model)
+        self._worker.check_prompt(request.prompt_token_ids, request.output_token_ids, request.choices, sampling)
+        if not request.HasField("source") and "prefill" not in self._worker.record.roles:
+            raise InvalidArgument("source is required: this worker only decodes", field="source")
+        run = _Run(self._worker, self._puller, request, key, sampling)
+        self._running[key] = run.seq
+        try:
+            with self._worker.request_span(telemetry.DECODE_RUN, key, request.tenant) as span:
+                yield decode_pb2.DecodeResponse(accepted=decode_pb2.DecodeAccepted())
+                stream = await run.start(self._worker.remaining(context))
+                async for event in stream:
+                    tokens: list[ChoiceTokens] = []
+                    done: Done | None = None
+                    # One message for all that is there: a stream slower than the engine coalesces by itself.
+                    for item in (event, *stream.drain()):
+                        match item:
+                            case Tokens():
+                                tokens.extend(choice for _, choice in item.items)
+                            case Done():
+                                done = item
+                            case Failed():
+                                raise engine_error(item)
+                            case Started():
+                                pass
+                    if tokens:
+                        yield decode_pb2.DecodeResponse(
+                            tokens=decode_pb2.DecodeTokens(choices=wire.all_to_proto(tokens))
+                        )
+                    if done:
+                        run.ended = True
+                        self._worker.record_decode_spans(span, done, pulled=run.pulled is not None)
+                        yield run.finished(done)
+                        return
+                raise EngineFailed("the engine ended in mid-stream")
+        finally:
+            del self._running[key]
+            if not run.ended:
+                self._worker.engine.send(Cancel(seq=run.seq))
+
+    async def Finish(
+        self, request: decode_pb2.FinishRequest, context: grpc.aio.ServicerContext
+    ) -> decode_pb2.FinishResponse:
+        seq = self._running.get(wire.key_from_proto(request.key))
+        if seq is not None:  # else it ended by itself meanwhile
+            self._worker.engine.send(Finish(seq=seq, choices=list(request.choices)))
+        return decode_pb2.FinishResponse()
+
+
+class _Run:
+    """One decode call up to its first engine step."""
+
+    def __init__(
+        self,
+        worker: WorkerContext,
+        puller: Puller,
+        request: decode_pb2.DecodeRequest,
+        key: TransferKey,
+        sampling: SamplingParams,
+    ) -> None:
+        self._worker, self._puller, self._request, self._key = worker, puller, request, key
+        self.seq = f"decode/{key}"
+        self.pulled: PullResult | None = None
+        self.ended = False
+        self._stream: EngineStream | None = None
+        self._sequence = {
+            "seq": self.seq,
+            "prompt": list(request.prompt_token_ids),
+            "output": list(request.output_token_ids),
+            "choices": list(request.choices),
+            "sampling": sampling,
+            "salt": request.salt,
+            "priority": request.priority,
+        }
+
+    async def start(self, remaining_seconds: float) -> EngineStream:
+        """The stream of tokens: after a pull and its commit, or of a prompt computed here."""
+        if not self._request.HasField("source"):
+            return self._worker.engine.open(Submit(**self._sequence))
+        source = self._request.source
+        target = PullTarget(
+            key=self._key,
+            ticket=source.ticket,
+            owner=wire.identity_from_proto(source.owner),
+            address=source.address,
+            tenant=self._request.tenant,
+            token_ids=[*self._sequence["prompt"], *self._sequence["output"]],
+            deadline_seconds=remaining_seconds,
+        )
+        with telemetry.start_span(telemetry.TRANSFER_PULL) as span:
+            self.pulled = await self._puller.pull(target, self._reserve)
+            span.set_attribute(telemetry.TRANSFER_BYTES, self.pulled.bytes_read)
+            span.set_attribute(telemetry.TRANSFER_CHANNEL, self.pulled.channel)
+        assert self._stream is not None
+        self._worker.engine.send(Commit(seq=self.seq, first=self.pulled.first))
+        return self._stream
+
+    async def _reserve(self, token_count: int) -> Reserved:
+        with telemetry.start_span(telemetry.DECODE_RESERVE):
+            self._stream = self._worker.engine.open(Reserve(**self._sequence))
+            async for event in self._stream:
+                match event:
+                    case Reserved():
+                        return event
+                    case Failed():
+                        raise engine_error(event)
+        raise EngineFailed("the engine ended while room was being reserved")
+
+    def finished(self, done: Done) -> decode_pb2.DecodeResponse:
+        """Hops after the first token for a pull; all hops for a prompt computed here."""
+        if self.pulled:
+            hops = [(telemetry.TRANSFER_PULL, self.pulled.exposed_seconds)]
+        else:
+            hops = [
+                (telemetry.PREFILL_QUEUE, done.queue_seconds),
+                (telemetry.CACHE_LOOKUP, done.lookup_seconds),
+                (telemetry.PREFILL_FORWARD, done.forward_seconds),
+            ]
+        if self.pulled:
+            hops.append((telemetry.DECODE_QUEUE, done.queue_seconds))
+        hops += [
+            (telemetry.DECODE_FIRST_STEP, done.first_step_seconds),
+            (telemetry.DECODE_STEPS, done.decode_seconds),
+        ]
+        return decode_pb2.DecodeResponse(
+            finished=decode_pb2.DecodeFinished(
+                cached_tokens=done.cached_tokens,
+                hops=self._worker.hops(*hops),
+                transfer_bytes=self.pulled.bytes_read if self.pulled else 0,
+                transfer_channel=self.pulled.channel if self.pulled else "",
+            )
+        )

@@ -1,0 +1,35 @@
+"""How one worker is set up."""
+
+import socket
+
+import msgspec
+
+from common.engine.settings import EngineSettings
+from common.registry.settings import EtcdSettings
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All knobs of one worker process; see docs for the table."""
+
+    roles: tuple[str, ...] = ("prefill", "decode")
+    worker_id: str = ""  # default: roles, host name and port
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 0  # 0: any free one
+    advertise: str = ""  # host that peers can reach; default: `host`
+    etcd: EtcdSettings = EtcdSettings()
+    lease_ttl_seconds: int = 10
+    run_dir: str = ""  # 0700 directory of the shm channel's socket; workers of one host share its parent
+    channels: tuple[str, ...] = ("shm", "grpc")  # allowed for transfers, best first
+    throttle_bytes_per_second: float = 0.0  # of each pull; 0: as fast as it goes
+    otlp_endpoint: str = ""
+    trace_sample_ratio: float = 1.0
+    metrics_port: int = -1  # -1: none, 0: any free one
+    drain_seconds: float = 30.0
+    engine_in_thread: bool = False  # tests only: the engine shares this process
+    engine: EngineSettings = EngineSettings()
+
+    @property
+    def reachable_host(self) -> str:
+        if self.advertise:
+            return self.advertise
+        return socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
