@@ -1,0 +1,332 @@
+"""The `epd` command. Every command imports what it needs when it runs, so that `epd --help` is quick."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.process import end_with_parent
+
+EXIT_REFUSED = 2  # as services.supervisor, which is not imported here for its cost
+
+app = typer.Typer(
+    name="epd",
+    help="A mesh that serves language models in separate stages: prefill and decode, behind one gateway.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="Fetch, list and find models.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+LOCAL, ROLES, USE = "On one machine", "One role", "Use a running mesh"
+
+Address = Annotated[str, typer.Option(help="host:port of the gateway's gRPC [default: the running mesh's]")]
+Etcd = Annotated[str, typer.Option(help="host:port of an etcd, several separated by commas", envvar="EPD_ETCD")]
+Config = Annotated[str, typer.Option(help="TOML file with tables [worker] and [gateway]", envvar="EPD_CONFIG")]
+Otlp = Annotated[
+    str | None, typer.Option(help="where spans go, host:port of an OTLP collector", envvar="EPD_OTLP_ENDPOINT")
+]
+Drain = Annotated[float | None, typer.Option(help="longest time for running requests to finish at the end")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
+
+
+def _default_model() -> str:
+    from common.models.catalog import DEFAULT_MODEL
+
+    return DEFAULT_MODEL
+
+
+@app.command("up", rich_help_panel=LOCAL)
+@app.command("serve", rich_help_panel=LOCAL)
+def up(
+    model: Annotated[str, typer.Argument(help="A model's name or directory", default_factory=_default_model)],
+    prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
+    decode: Annotated[int, typer.Option(help="decode workers")] = 1,
+    aggregated: Annotated[int, typer.Option(help="workers with both roles")] = 0,
+    dtype: Dtype = None,
+    threads: Annotated[int, typer.Option(help="threads of each worker [default: what the cores allow]")] = 0,
+    num_blocks: Annotated[int, typer.Option(help="KV blocks of each worker")] = 0,
+    grpc_port: Annotated[int, typer.Option()] = 50051,
+    http_port: Annotated[int, typer.Option()] = 8000,
+    served_name: Annotated[str, typer.Option(help="the model's name for clients [default: its directory's]")] = "",
+    executor: Annotated[str, typer.Option(help="modules, or timed (answers without a model, for tests)")] = "modules",
+    etcd: Annotated[str, typer.Option(help="an existing etcd instead of one of our own", envvar="EPD_ETCD")] = "",
+    otlp_endpoint: Otlp = None,
+    config: Config = "",
+    drain_seconds: Drain = None,
+    detach: Annotated[bool, typer.Option("--detach", help="run in the background; `epd down` ends it")] = False,
+    ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
+) -> None:
+    """Start a whole mesh on this machine: etcd, gateway, workers. Ask a first question. Ctrl-C ends it.
+
+    `epd up` and `epd serve MODEL` are the same.
+    """
+    if detach:
+        from services.commands.background import up_detached
+
+        up_detached([argument for argument in sys.argv[2:] if argument != "--detach"])
+        return
+    from services.commands.mesh import MeshOptions
+    from services.commands.up import up as run
+
+    options = MeshOptions(
+        model=model,
+        served_name=served_name,
+        prefill=prefill,
+        decode=decode,
+        aggregated=aggregated,
+        dtype=dtype or "",
+        executor=executor,
+        threads=threads,
+        num_blocks=num_blocks,
+        grpc_port=grpc_port,
+        http_port=http_port,
+        etcd=etcd,
+        otlp_endpoint=otlp_endpoint or "",
+        config=config,
+        **({} if drain_seconds is None else {"drain_seconds": drain_seconds}),
+    )
+    run(options, ready_fd=ready_fd)
+
+
+@app.command(rich_help_panel=LOCAL)
+def down() -> None:
+    """End the mesh that runs in the background."""
+    from services.commands.background import down as run
+
+    run()
+
+
+@app.command(rich_help_panel=ROLES)
+def worker(
+    model: Annotated[str, typer.Argument(help="A model's name or directory")] = "",
+    roles: Annotated[str | None, typer.Option(help="prefill, decode, or prefill,decode")] = None,
+    served_name: Annotated[str | None, typer.Option()] = None,
+    worker_id: Annotated[str | None, typer.Option(help="[default: roles, host name and port]")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
+    port: Annotated[int | None, typer.Option(help="0: any free one")] = None,
+    advertise: Annotated[str | None, typer.Option(help="host that gateways and workers reach it by")] = None,
+    etcd: Annotated[str | None, typer.Option(help="host:port, several separated by commas", envvar="EPD_ETCD")] = None,
+    executor: Annotated[str | None, typer.Option(help="modules or timed")] = None,
+    dtype: Dtype = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N")] = None,
+    threads: Annotated[int | None, typer.Option()] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks of 16 tokens")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="0700 directory for the socket of the shm channel")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Prometheus; 0: any free one")] = None,
+    otlp_endpoint: Otlp = None,
+    drain_seconds: Drain = None,
+    config: Config = "",
+) -> None:
+    """A prefill or decode worker, or both in one."""
+    from services.commands import roles as role
+
+    role.worker(
+        model,
+        config,
+        {
+            "roles": _split(roles),
+            "worker_id": worker_id,
+            "host": host,
+            "port": port,
+            "advertise": advertise,
+            "etcd.endpoints": _split(etcd),
+            "engine.served_name": served_name,
+            "engine.executor": executor,
+            "engine.dtype": dtype,
+            "engine.device": device,
+            "engine.threads": threads,
+            "engine.num_blocks": num_blocks,
+            "run_dir": run_dir,
+            "metrics_port": metrics_port,
+            "otlp_endpoint": otlp_endpoint,
+            "drain_seconds": drain_seconds,
+        },
+    )
+
+
+@app.command(rich_help_panel=ROLES)
+def gateway(
+    models: Annotated[list[str] | None, typer.Argument(help="NAME=DIRECTORY, a name, or a directory")] = None,
+    grpc: Annotated[str | None, typer.Option(help="host:port to listen on")] = None,
+    http: Annotated[str | None, typer.Option(help="host:port to listen on")] = None,
+    etcd: Annotated[str | None, typer.Option(help="host:port, several separated by commas", envvar="EPD_ETCD")] = None,
+    otlp_endpoint: Otlp = None,
+    drain_seconds: Drain = None,
+    config: Config = "",
+) -> None:
+    """The public server: gRPC and OpenAI HTTP."""
+    from services.commands import roles as role
+
+    role.gateway(
+        models or [],
+        config,
+        {
+            "grpc_bind": grpc,
+            "http_bind": http,
+            "etcd.endpoints": _split(etcd),
+            "otlp_endpoint": otlp_endpoint,
+            "drain_seconds": drain_seconds,
+        },
+    )
+
+
+@app.command(rich_help_panel=ROLES)
+def etcd(
+    address: Annotated[str, typer.Option(help="host:port to listen on; loopback only")] = "127.0.0.1:2379",
+    data_dir: Annotated[Path, typer.Option(help="wiped at each start")] = Path(".run/etcd"),
+) -> None:
+    """The packaged etcd server, for one machine."""
+    from services.commands import roles as role
+
+    role.etcd(address, data_dir)
+
+
+@app.command(rich_help_panel=USE)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="- reads standard input")],
+    address: Address = "",
+    model: Annotated[str, typer.Option()] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="the prompt as it is, without the chat template")] = False,
+    n: Annotated[int, typer.Option(help="choices")] = 1,
+    max_tokens: Annotated[int | None, typer.Option()] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy")] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="may be given several times")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds")] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="every message as one line of JSON")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="then show where the time went")] = False,
+) -> None:
+    """Ask once and print the answer while it comes."""
+    from services.commands import ask
+
+    question = ask.Question(
+        model=model,
+        raw=raw,
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        timeout=timeout,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asyncio.run(ask.generate(address, text, question, as_json=json, timing=timing))
+
+
+@app.command(rich_help_panel=USE)
+def chat(
+    address: Address = "",
+    model: Annotated[str, typer.Option()] = "",
+    system: Annotated[str, typer.Option(help="what the conversation starts with")] = "",
+    max_tokens: Annotated[int | None, typer.Option()] = 512,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy")] = 0.2,
+    top_p: Annotated[float | None, typer.Option()] = 0.9,
+    seed: Annotated[int | None, typer.Option()] = None,
+) -> None:
+    """A conversation in the terminal."""
+    import secrets
+
+    from services.commands import ask
+
+    session = secrets.token_hex(8)
+    ask.chat(
+        address,
+        ask.Question(
+            model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, session=session
+        ),
+        system,
+    )
+
+
+@app.command(rich_help_panel=USE)
+def status(address: Address = "", etcd: Etcd = "") -> None:
+    """Workers with their roles, pools, queues and integrity."""
+    from services.commands import inspect
+
+    asyncio.run(inspect.status(address, etcd))
+
+
+@app.command(rich_help_panel=USE)
+def trace(
+    identifier: Annotated[str, typer.Argument(metavar="ID", help="a trace id or a request id")], address: Address = ""
+) -> None:
+    """Where one request's time went, as a waterfall."""
+    from services.commands import inspect
+
+    asyncio.run(inspect.trace(address, identifier))
+
+
+@app.command(rich_help_panel=USE)
+def health(
+    address: Address = "", service: Annotated[str, typer.Option(help="[default: the whole server]")] = ""
+) -> None:
+    """Ask a server whether it serves; ends with 1 if it does not."""
+    from services.commands import inspect
+
+    asyncio.run(inspect.health(address, service))
+
+
+@models_app.command("get")
+def models_get(model: Annotated[str, typer.Argument(default_factory=_default_model)]) -> None:
+    """Fetch a model, once, and print its directory."""
+    from services.commands import models
+
+    print(models.get(model))
+
+
+@models_app.command("list")
+def models_list() -> None:
+    """Models that are here, and those that can be fetched."""
+    from services.commands import models
+
+    models.show_list()
+
+
+@models_app.command("path")
+def models_path(model: Annotated[str, typer.Argument(default_factory=_default_model)]) -> None:
+    """The directory of a model that is here."""
+    from common.models.fetch import find_model
+
+    print(find_model(model))
+
+
+@models_app.command("convert")
+def models_convert(gguf: Path, name: str) -> None:
+    """Make a model of a GGUF file."""
+    from services.commands import models
+
+    models.convert(gguf, name)
+
+
+def _split(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def main() -> None:
+    """Errors are told in words; EPD_DEBUG=1 shows where they came from."""
+    end_with_parent()
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if os.environ.get("EPD_DEBUG"):
+            raise
+        from common import errors
+
+        if not isinstance(error, errors.EpdError | OSError):
+            raise  # a bug of ours: its traceback is what helps
+        print(f"epd: {getattr(error, 'message', error)}", file=sys.stderr)
+        refused = errors.InvalidArgument | errors.ModelNotFound | errors.AddressTaken | errors.NotReady
+        sys.exit(EXIT_REFUSED if isinstance(error, refused) else 1)
+
+
+if __name__ == "__main__":
+    main()
