@@ -153,9 +153,11 @@ class EtcdConnection:
             except etcd3aio.EtcdPermissionDeniedError as error:
                 raise errors.RegistryRefused(f"etcd refused: {error}") from None
             except (*_TRANSIENT, *_GRPC_ERRORS) as error:
-                if isinstance(error, grpc.aio.AioRpcError) and not _is_transient(error):
-                    raise
                 await self._drop(client)
+                if isinstance(error, grpc.aio.AioRpcError) and not _is_transient(error):
+                    if error.code() in _REFUSED:
+                        raise errors.RegistryRefused(f"etcd refused: {error.details()}") from None
+                    raise
                 if clock() + pause >= end:
                     raise errors.Unavailable(f"etcd at {self._where} cannot be reached") from None
             await asyncio.sleep(pause)
