@@ -94,7 +94,7 @@ class Metrics:
         self.engine_steps = Counter("epd_engine_steps_total", "Steps of the engine.", registry=registry)
         self.preemptions = Counter("epd_preemptions_total", "Sequences preempted.", registry=registry)
         self.workers = Gauge("epd_workers", "Workers known to the gateway.", ("model", "role"), registry=registry)
-        self.registry_alive = Gauge("epd_registry_alive", "1 while registered or watching.", registry=registry)
+        self.registry_alive = Gauge("epd_registry_alive", "1 while registered.", registry=registry)
         self.registry_bad_values = Counter(
             "epd_registry_bad_values_total", "Registry values skipped.", ("cause",), registry=registry
         )

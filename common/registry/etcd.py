@@ -48,7 +48,14 @@ class EtcdRegistry:
 
         ttl_seconds: how long a dead worker stays listed, 2 at least (etcd's own limit).
         """
-        registration = Registration(self._settings, record, ttl_seconds, on_alive)
+
+        def tell(alive: bool) -> None:
+            if self._metrics is not None:
+                self._metrics.registry_alive.set(alive)
+            if on_alive is not None:
+                on_alive(alive)
+
+        registration = Registration(self._settings, record, ttl_seconds, tell)
         await registration.start()
         self._open.append(registration)
         return registration

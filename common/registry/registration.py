@@ -30,7 +30,7 @@ class Registration:
         settings: EtcdSettings,
         record: WorkerRecord,
         ttl_seconds: int,
-        on_alive: Callable[[bool], None] | None = None,
+        on_alive: Callable[[bool], None],
     ) -> None:
         self._key = settings.workers_prefix + record.worker_id
         self._record = record
@@ -159,5 +159,4 @@ class Registration:
         alive = self.alive
         if alive is not self._told:
             self._told = alive
-            if self._on_alive is not None:
-                self._on_alive(alive)
+            self._on_alive(alive)

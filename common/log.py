@@ -1,0 +1,94 @@
+"""Logging of every service: readable on a terminal, one JSON object a line elsewhere, with the trace's ids.
+
+Prompts and outputs never reach a log: messages are ours, and of foreign exceptions only the type and the stack are
+written, for their text may quote what they choked on.
+"""
+
+import json
+import logging
+import sys
+import time
+import traceback
+from typing import TextIO
+
+from common.errors import EpdError
+from common.telemetry import current_trace_ids
+
+_QUIET = ("grpc", "etcd3aio", "opentelemetry", "urllib3", "httpx", "filelock", "transformers")
+_LEVEL_COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "1;31", "DEBUG": "2"}
+
+
+def setup_logging(
+    service: str, *, level: str = "INFO", as_json: bool | None = None, stream: TextIO | None = None
+) -> None:
+    """Replaces the root logger's handlers. as_json None: JSON unless the stream (default stderr) is a terminal."""
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    use_json = not stream.isatty() if as_json is None else as_json
+    handler.setFormatter(JsonFormatter(service) if use_json else PrettyFormatter(service, colours=stream.isatty()))
+    logging.root.handlers[:] = [handler]
+    logging.root.setLevel(level.upper())
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.root.level))
+
+
+def safe_message(record: logging.LogRecord) -> str:
+    """asyncio puts an exception's repr into the later lines of its messages."""
+    message = record.getMessage()
+    return message.partition("\n")[0] if record.name == "asyncio" else message
+
+
+def safe_traceback(error: BaseException) -> str:
+    """Stack and type of an exception and its causes; the text only where it is our own, or the system's."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        text = f": {link}" if isinstance(link, EpdError | OSError) else ""
+        stack = "".join(traceback.format_tb(link.__traceback__))
+        parts.append(f"Traceback (most recent call last):\n{stack}{type(link).__qualname__}{text}")
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return "\n\nand then\n\n".join(reversed(parts))
+
+
+class JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        trace_id, span_id = current_trace_ids()
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": safe_message(record),
+        }
+        if trace_id:
+            line |= {"trace_id": trace_id, "span_id": span_id}
+        if record.exc_info and record.exc_info[1]:
+            line["exception"] = safe_traceback(record.exc_info[1])
+        return json.dumps(line, ensure_ascii=False)
+
+
+class PrettyFormatter(logging.Formatter):
+    def __init__(self, service: str, *, colours: bool) -> None:
+        super().__init__()
+        self._service = service
+        self._colours = colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        trace_id, _ = current_trace_ids()
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        level = f"{record.levelname:<7}"
+        if self._colours and record.levelname in _LEVEL_COLOURS:
+            level = f"\x1b[{_LEVEL_COLOURS[record.levelname]}m{level}\x1b[0m"
+        line = f"{stamp}.{int(record.msecs):03d} {level} {self._service} {safe_message(record)}"
+        if trace_id:
+            line += f" [trace {trace_id}]"
+        if record.exc_info and record.exc_info[1]:
+            line += "\n" + safe_traceback(record.exc_info[1])
+        return line
