@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI-compatible HTTP edge. It turns bodies into gRPC's own requests, so both edges go one way from there."""
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from common import telemetry
+from common.errors import EpdError, InvalidArgument
+from common.metrics import CONTENT_TYPE
+from common.rpc.channel import MAX_MESSAGE_BYTES
+from common.rpc.errors import from_exception
+from common.telemetry import Telemetry
+from epd.v1 import generation_pb2, trace_pb2
+from services.gateway.fleet import Fleet
+from services.gateway.generation import Generator
+from services.gateway.openai_format import Answer, ChatFormat, CompletionFormat, error_json
+from services.gateway.openai_schema import ChatBody, CompletionBody, chat_request, completion_requests, parse
+from services.gateway.preprocess import MAX_LABEL
+from services.gateway.service import TENANT_KEY, MeshTraceService, check_tenant, list_models
+from services.gateway.sse import DONE, ClientGone, EventStream, event, merge, while_connected
+
+REQUEST_ID = "x-request-id"
+TIMING = "x-epd-timing"
+_INTERNAL = EpdError("internal error; see the log of the gateway")
+_CLIENT_GONE = 499
+Responses = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
+
+
+class HttpEdge:
+    def __init__(self, generator: Generator, fleet: Fleet, traces: MeshTraceService, tel: Telemetry) -> None:
+        self._generator = generator
+        self._fleet = fleet
+        self._traces = traces
+        self._telemetry = tel
+        # Bodies are parsed by msgspec and answers written by it, so there is no schema for FastAPI to show.
+        app = self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        for path, handler in (
+            ("/v1/models", self.models),
+            ("/v1/models/{model:path}", self.model),
+            ("/health", self.health),
+            ("/live", self.live),
+            ("/ready", self.ready),
+            ("/metrics", self.metrics),
+            ("/debug/trace/{trace}", self.trace),
+        ):
+            app.add_api_route(path, handler, methods=["GET"], response_model=None)
+        app.add_exception_handler(HTTPException, _on_http)
+        app.add_exception_handler(EpdError, _on_epd)
+        app.add_exception_handler(Exception, _on_any)
+
+    async def chat(self, request: Request) -> Response:
+        body = parse(await _body(request), ChatBody)
+        return await self._answer(request, body, [chat_request(body)])
+
+    async def completions(self, request: Request) -> Response:
+        body = parse(await _body(request), CompletionBody)
+        return await self._answer(request, body, completion_requests(body))
+
+    async def _answer(
+        self, request: Request, body: ChatBody | CompletionBody, asked: list[generation_pb2.GenerateRequest]
+    ) -> Response:
+        label = _label(request)
+        headers = {REQUEST_ID: label}
+        try:
+            tenant = check_tenant(request.headers.get(TENANT_KEY))
+            self._telemetry.attach(telemetry.extract(list(request.headers.items())))
+            preprocessor = self._generator.preprocessor
+            model = preprocessor.model(body.model or "")
+            tokenizer = preprocessor.tokenizers[model]
+            form = ChatFormat(tokenizer) if isinstance(body, ChatBody) else CompletionFormat(tokenizer)
+            wants = body.logprobs is not None if isinstance(body, CompletionBody) else bool(body.logprobs)
+            answer = Answer(form, label, model, logprobs=wants)
+            for i, one in enumerate(asked):
+                one.request_id = label if len(asked) == 1 else f"{label}-{i}"
+            responses = merge([self._generator.generate(one, tenant=tenant, timeout_seconds=None) for one in asked])
+            timing = request.headers.get(TIMING) == "1"
+            n = body.n or 1
+            if not body.stream:
+                await while_connected(request.receive, _collect(responses, answer, n))
+                return _json(200, answer.whole(timing=timing), headers)
+            # Until the first message an error has a status of its own; from then on only an event can carry it.
+            first = await while_connected(request.receive, anext(responses, None))
+            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            return EventStream(_events(first, responses, answer, n, usage=usage, timing=timing), headers)
+        except ClientGone:
+            return Response(status_code=_CLIENT_GONE)
+        except EpdError as error:
+            return _refusal(error, headers)
+
+    async def models(self, request: Request) -> Response:
+        found = [_model(model) for model in list_models(self._generator, self._fleet)]
+        return _json(200, {"object": "list", "data": found})
+
+    async def model(self, request: Request) -> Response:
+        name = self._generator.preprocessor.model(request.path_params["model"])
+        for model in list_models(self._generator, self._fleet):
+            if model.id == name:
+                return _json(200, _model(model))
+        raise HTTPException(404, f"model {name!r} has no workers now")
+
+    async def health(self, request: Request) -> Response:
+        """503 while draining."""
+        draining = self._generator.admission.draining
+        return _json(503 if draining else 200, {"status": "draining" if draining else "ok"})
+
+    async def live(self, request: Request) -> Response:
+        return _json(200, {"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """200 when a request sent now would reach a worker."""
+        ready = not self._generator.admission.draining and bool(list_models(self._generator, self._fleet))
+        return _json(200 if ready else 503, {"status": "ready" if ready else "not ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._telemetry.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    async def trace(self, request: Request) -> Response:
+        """Spans of the whole mesh, by trace id or by request id."""
+        asked = request.path_params["trace"]
+        is_trace = len(asked) == 32 and all(digit in "0123456789abcdef" for digit in asked)
+        query = trace_pb2.GetTraceRequest(**{"trace_id" if is_trace else "request_id": asked})
+        found = await self._traces.collect(query)
+        spans = [
+            {field.name: getattr(span, field.name) for field in span.DESCRIPTOR.fields if field.name != "attributes"}
+            | {"attributes": dict(span.attributes)}
+            for span in found.spans
+        ]
+        return _json(200, {"spans": spans})
+
+
+async def _collect(responses: Responses, answer: Answer, n: int) -> None:
+    async with aclosing(responses):
+        async for position, response in responses:
+            answer.add(response, position * n)
+
+
+async def _events(
+    first: tuple[int, generation_pb2.GenerateResponse] | None,
+    responses: Responses,
+    answer: Answer,
+    n: int,
+    *,
+    usage: bool,
+    timing: bool,
+) -> AsyncGenerator[bytes, None]:
+    """With usage every chunk has the field, null but in the last, as OpenAI has it."""
+    empty = {"usage": None} if usage else {}
+    async with aclosing(responses):
+        try:
+            if first is not None:
+                if (chunk := answer.chunk(first[1], first[0] * n)) is not None:
+                    yield event(chunk | empty)
+                async for position, response in responses:
+                    if (chunk := answer.chunk(response, position * n)) is not None:
+                        yield event(chunk | empty)
+            if usage or timing:
+                yield event(answer.last_chunk(usage=usage, timing=timing))
+            yield DONE
+        except Exception as error:
+            # The status is long sent: one event tells, and no [DONE] follows.
+            yield event(error_json(from_exception(error) or _INTERNAL))
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise HTTPException(413, f"the body must have at most {MAX_MESSAGE_BYTES} bytes")
+    return bytes(body)
+
+
+def _label(request: Request) -> str:
+    label = request.headers.get(REQUEST_ID)
+    if not label:
+        return secrets.token_hex(12)
+    if len(label) > MAX_LABEL or not (label.isascii() and label.isprintable()):
+        raise InvalidArgument(f"{REQUEST_ID} must be at most {MAX_LABEL} printable characters", field=REQUEST_ID)
+    return label
+
+
+def _json(status: int, content: object, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def _model(model: generation_pb2.Model) -> dict[str, object]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": 0,
+        "owned_by": "epd-mesh",
+        "max_model_len": model.max_context_tokens,
+        "dtype": model.dtype,
+    }
+
+
+def _refusal(error: EpdError, headers: dict[str, str] | None = None) -> Response:
+    headers = dict(headers or {})
+    if error.http in (429, 503):
+        headers["retry-after"] = str(max(1, round(error.retry_after_seconds or 1)))
+    return _json(error.http, error_json(error), headers)
+
+
+async def _on_epd(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EpdError)
+    return _refusal(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
+    return _json(error.status_code, {"error": body}, dict(error.headers or {}))
+
+
+async def _on_any(request: Request, error: Exception) -> Response:
+    return _refusal(from_exception(error) or _INTERNAL)

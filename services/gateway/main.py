@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One gateway process, put together: registry watch, fleet, gRPC and HTTP servers on one event loop."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+
+from common import telemetry
+from common.errors import InvalidArgument
+from common.models.tokenizer import Tokenizer
+from common.registry.etcd import EtcdRegistry
+from common.registry.settings import EtcdSettings
+from common.rpc.lag import LoopLag
+from common.rpc.server import Server, make_server
+from common.span_store import SpanStore
+from epd.v1 import generation_pb2_grpc, trace_pb2_grpc
+from services.gateway.admission import Admission
+from services.gateway.fleet import Fleet
+from services.gateway.generation import Generator
+from services.gateway.http import HttpEdge
+from services.gateway.http_server import HttpServer
+from services.gateway.orchestrator import Orchestrator
+from services.gateway.preprocess import Preprocessor
+from services.gateway.service import GENERATION_SERVICE, GenerationService, MeshTraceService
+from services.gateway.settings import GatewaySettings
+
+_log = logging.getLogger(__name__)
+_LAST_SECONDS = 2.0  # for cancelled calls to tell their clients, after the drain
+
+
+class Gateway:
+    """Start, serve, drain, stop. Several may live in one process (tests).
+
+    With `settings.etcd` empty no registry is watched and the caller feeds `fleet.update` (tests).
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.store = SpanStore()
+        self.telemetry = telemetry.setup(
+            "gateway",
+            otlp_endpoint=settings.otlp_endpoint or None,
+            sample_ratio=settings.trace_sample_ratio,
+            store=self.store,
+        )
+        self.fleet: Fleet
+        self.admission: Admission
+        self.generator: Generator
+        self.lag = LoopLag(self.telemetry.metrics)
+        self._server: Server
+        self._http: HttpServer
+        self._exit = contextlib.AsyncExitStack()
+
+    @property
+    def grpc_address(self) -> str:
+        return self._server.address
+
+    @property
+    def http_address(self) -> str:
+        return self._http.address
+
+    async def start(self) -> None:
+        """Returns once requests can be sent. Raises AddressTaken, InvalidArgument (a tokenizer), Unavailable (etcd)."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+
+    async def _start(self) -> None:
+        settings, cleanup, tel = self.settings, self._exit, self.telemetry
+        cleanup.push_async_callback(tel.shutdown)
+        self.lag.start()
+        cleanup.push_async_callback(self.lag.stop)
+        tokenizers = {name: await asyncio.to_thread(_load, name, path) for name, path in settings.models.items()}
+        self.fleet = Fleet(tel.metrics, settings.worker_tls)
+        cleanup.push_async_callback(self.fleet.close)
+        self.admission = Admission(settings.max_in_flight, settings.max_per_tenant)
+        preprocessor = Preprocessor(
+            tokenizers,
+            self.fleet,
+            threads=settings.tokenizer_threads,
+            salt_secret=settings.salt_secret,
+            wait_seconds=settings.route_wait_seconds,
+        )
+        cleanup.callback(preprocessor.close)
+        orchestrator = Orchestrator(self.fleet, settings, tel)
+        self.generator = Generator(self.admission, preprocessor, orchestrator, settings, tel)
+        traces = MeshTraceService(self.store, self.fleet)
+
+        server = self._server = make_server(telemetry=tel, tls=settings.tls)
+        service = GenerationService(self.generator, self.fleet)
+        server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, GENERATION_SERVICE)
+        server.add(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces, "epd.v1.TraceService")
+        await server.start(settings.grpc)
+        cleanup.push_async_callback(server.stop, _LAST_SECONDS)
+        edge = HttpEdge(self.generator, self.fleet, traces, tel)
+        self._http = HttpServer(edge.app)
+        await self._http.start(settings.http)
+        cleanup.push_async_callback(self._http.stop, _LAST_SECONDS)
+        if settings.etcd:
+            registry = EtcdRegistry(EtcdSettings(endpoints=tuple(settings.etcd.split(","))), tel.metrics)
+            cleanup.push_async_callback(registry.close)
+            await registry.start()
+            await registry.watch(self.fleet.update)
+        await server.set_serving(True)
+        _log.info("gateway: gRPC on %s, HTTP on %s", self.grpc_address, self.http_address)
+
+    async def drain(self) -> None:
+        """Refuses new requests, with a hint to retry, and lets the running ones finish, for `drain_seconds` at most."""
+        self.admission.draining = True
+        await self._server.set_serving(False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_seconds):
+                await self.admission.idle()
+
+    async def stop(self) -> None:
+        """At once; `drain` first to be kind."""
+        self.admission.draining = True
+        await self._exit.aclose()
+
+
+async def run_gateway(settings: GatewaySettings) -> None:
+    """Serves until SIGTERM or SIGINT, then drains and stops; a second signal skips the drain."""
+    gateway = Gateway(settings)
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    again = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: again.set() if asked.is_set() else asked.set())
+    await gateway.start()
+    try:
+        await asked.wait()
+        drained, hurried = asyncio.create_task(gateway.drain()), asyncio.create_task(again.wait())
+        await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
+        for task in (drained, hurried):
+            task.cancel()
+        await asyncio.gather(drained, hurried, return_exceptions=True)
+    finally:
+        await gateway.stop()
+
+
+def _load(name: str, path: str) -> Tokenizer:
+    try:
+        return Tokenizer(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"the tokenizer of {name} cannot be read from {path}: {error}", field="models") from error
+    except Exception as error:  # what the tokenizers library raises is a bare Exception
+        raise InvalidArgument(f"the tokenizer of {name} in {path} is damaged", field="models") from error

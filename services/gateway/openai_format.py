@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our answers in OpenAI's shapes: whole ones, and chunks of a stream. Plain dicts, ready for JSON."""
+
+import codecs
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from common.errors import EpdError
+from common.models.tokenizer import Tokenizer
+from common.rpc import wire
+from epd.v1 import generation_pb2, types_pb2
+
+_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
+_LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON has not
+Json = dict[str, Any]
+
+
+class ChatFormat:
+    """/v1/chat/completions"""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._opened: set[int] = set()
+
+    def delta(self, choice: generation_pb2.ChoiceDelta, index: int, *, logprobs: bool) -> list[Json]:
+        """One choice's part of a chunk; its first names the role, its last has the finish reason and no text."""
+        delta: Json = {}
+        if index not in self._opened:
+            self._opened.add(index)
+            delta = {"role": "assistant", "content": ""}
+        if choice.text:
+            delta["content"] = choice.text
+        entry = self.logprobs(choice.logprobs, index) if logprobs and choice.logprobs else None
+        found = [_piece(index, {"delta": delta}, entry, None)] if delta or entry else []
+        if choice.finish_reason in _REASONS:
+            found.append(_piece(index, {"delta": {}}, None, _REASONS[choice.finish_reason]))
+        return found
+
+    def whole(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        return _piece(index, {"message": {"role": "assistant", "content": text, "refusal": None}}, logprobs, reason)
+
+    def logprobs(self, entries: Iterable[types_pb2.TokenLogprob], index: int) -> Json:
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+
+    def _entry(self, entry: types_pb2.TokenLogprob) -> Json:
+        return self._token(entry) | {"top_logprobs": [self._token(top) for top in entry.top]}
+
+    def _token(self, entry: types_pb2.TokenLogprob | types_pb2.TopLogprob) -> Json:
+        data = self._tokenizer.token_bytes(entry.token_id)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(entry.logprob), "bytes": list(data)}
+
+
+class CompletionFormat:
+    """/v1/completions"""
+
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoders: dict[int, Any] = {}
+        self._offsets: dict[int, int] = {}
+
+    def delta(self, choice: generation_pb2.ChoiceDelta, index: int, *, logprobs: bool) -> list[Json]:
+        reason = _REASONS.get(choice.finish_reason)
+        entry = self.logprobs(choice.logprobs, index) if logprobs and choice.logprobs else None
+        return [_piece(index, {"text": choice.text}, entry, reason)] if choice.text or entry or reason else []
+
+    def whole(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        return _piece(index, {"text": text}, logprobs, reason)
+
+    def logprobs(self, entries: Iterable[types_pb2.TokenLogprob], index: int) -> Json:
+        """text_offset counts characters of the choice's text that were complete before the token."""
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if index not in self._decoders:
+            self._decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
+            self._offsets[index] = 0
+        for entry in entries:
+            data = self._tokenizer.token_bytes(entry.token_id)
+            found["tokens"].append(data.decode(errors="replace"))
+            found["token_logprobs"].append(_finite(entry.logprob))
+            tops = {self._text(top.token_id): _finite(top.logprob) for top in entry.top}
+            found["top_logprobs"].append(tops or None)
+            found["text_offset"].append(self._offsets[index])
+            self._offsets[index] += len(self._decoders[index].decode(data))
+        return found
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+Format = ChatFormat | CompletionFormat
+
+
+class Answer:
+    """The envelope of one HTTP request: its id, its choices (of one prompt or of several), its usage."""
+
+    def __init__(self, form: Format, request_id: str, model: str, *, logprobs: bool) -> None:
+        self._form = form
+        self._logprobs = logprobs
+        self._head: Json = {"id": f"{form.prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self._texts: dict[int, list[str]] = {}
+        self._entries: dict[int, list[types_pb2.TokenLogprob]] = {}
+        self._reasons: dict[int, str] = {}
+        self.usage = generation_pb2.Usage()
+        self.accounts: list[generation_pb2.Accounting] = []
+
+    def chunk(self, response: generation_pb2.GenerateResponse, first_index: int) -> Json | None:
+        """A stream's chunk, or None when this message shows nothing."""
+        self._count(response)
+        choices = []
+        for choice in response.choices:
+            choices += self._form.delta(choice, first_index + choice.index, logprobs=self._logprobs)
+        return self._chunk(choices) if choices else None
+
+    def last_chunk(self, *, usage: bool, timing: bool) -> Json:
+        """After the last choice: no choices."""
+        return self._chunk([]) | self._tail(usage=usage, timing=timing)
+
+    def add(self, response: generation_pb2.GenerateResponse, first_index: int) -> None:
+        """Collects for `whole`."""
+        self._count(response)
+        for choice in response.choices:
+            index = first_index + choice.index
+            self._texts.setdefault(index, []).append(choice.text)
+            self._entries.setdefault(index, []).extend(choice.logprobs)
+            if choice.finish_reason in _REASONS:
+                self._reasons[index] = _REASONS[choice.finish_reason]
+
+    def whole(self, *, timing: bool) -> Json:
+        form = self._form
+        choices = [
+            form.whole(
+                index,
+                "".join(texts),
+                form.logprobs(self._entries[index], index) if self._logprobs else None,
+                self._reasons.get(index),
+            )
+            for index, texts in sorted(self._texts.items())
+        ]
+        return self._head | {"object": form.kind, "choices": choices} | self._tail(usage=True, timing=timing)
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return self._head | {"object": self._form.chunk_kind, "choices": choices}
+
+    def _count(self, response: generation_pb2.GenerateResponse) -> None:
+        if response.HasField("usage"):
+            self.usage.prompt_tokens += response.usage.prompt_tokens
+            self.usage.completion_tokens += response.usage.completion_tokens
+            self.usage.cached_tokens += response.usage.cached_tokens
+        if response.HasField("accounting"):
+            self.accounts.append(response.accounting)
+
+    def _tail(self, *, usage: bool, timing: bool) -> Json:
+        found: Json = {}
+        if usage:
+            found["usage"] = {
+                "prompt_tokens": self.usage.prompt_tokens,
+                "completion_tokens": self.usage.completion_tokens,
+                "total_tokens": self.usage.prompt_tokens + self.usage.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens},
+            }
+        if timing:
+            timings = [timing_json(account) for account in self.accounts]
+            found["epd"] = timings[0] if len(timings) == 1 else timings
+        return found
+
+
+def timing_json(account: generation_pb2.Accounting) -> Json:
+    """Accounting with durations in seconds."""
+    return {
+        "trace_id": account.trace_id,
+        "ttft_seconds": account.ttft_seconds,
+        "total_seconds": account.total_seconds,
+        "tpot_seconds": account.tpot_seconds,
+        "ttft_hops": [_hop(hop) for hop in account.ttft_hops],
+        "total_hops": [_hop(hop) for hop in account.total_hops],
+        "attempts": account.attempts,
+        "slo_met": account.slo_met,
+        "slo_blame": account.slo_blame or None,
+        "prefill_worker": account.prefill_worker or None,
+        "decode_worker": account.decode_worker or None,
+    }
+
+
+def error_json(error: EpdError) -> Json:
+    if error.http == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error" if error.http < 500 else "server_error"
+    body = {"message": error.message, "type": kind, "param": error.field or None, "code": error.reason.lower()}
+    return {"error": body}
+
+
+def _piece(index: int, content: Json, logprobs: Json | None, reason: str | None) -> Json:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _hop(hop: types_pb2.HopTiming) -> Json:
+    return {"name": hop.name, "seconds": wire.hop_seconds(hop), "where": hop.where}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)

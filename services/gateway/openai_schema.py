@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's request bodies: parsed strictly, and turned into one GenerateRequest for each prompt.
+
+A null counts as absent. An unknown field is refused by its name. Fields of OpenAI's that ask for nothing we do not do anyway
+(`user`, `store: false`, ...) are taken; those that ask for more are refused.
+"""
+
+import re
+from typing import Literal, TypeVar
+
+import msgspec
+
+from common.errors import InvalidArgument
+from common.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS
+from epd.v1 import generation_pb2
+
+MAX_PROMPTS = 64
+_MAX_UINT32 = 2**32 - 1
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"required field `([^`]*)`")
+_PATH = re.compile(r"at `\$\.?([^`\[.]*)")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints take."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    stream_interval: int | None = None
+    session_id: str | None = None
+    priority: int | None = None
+
+
+Body = TypeVar("Body", bound=_Common)
+
+
+class CompletionBody(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+
+
+class ChatBody(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # OpenAI's that change nothing here, or only at the value that they have anyway
+    response_format: ResponseFormat | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+def parse(body: bytes, kind: type[Body]) -> Body:
+    """Raises InvalidArgument naming the field, never quoting a value of a prompt."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if found := _UNKNOWN.search(message):
+            raise InvalidArgument(f"unknown parameter {found[1]!r}", field=found[1]) from None
+        if found := _MISSING.search(message):
+            raise InvalidArgument(f"{found[1]} is required", field=found[1]) from None
+        found = _PATH.search(message)
+        field = found[1] if found else ""
+        raise InvalidArgument(f"{field or 'body'}: {message.partition(' - at')[0]}", field=field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidArgument("the body is not valid JSON", field="") from None
+
+
+def chat_request(body: ChatBody) -> generation_pb2.GenerateRequest:
+    """Raises InvalidArgument for what the wire cannot carry; ranges are checked where gRPC requests are."""
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InvalidArgument("response_format: only type 'text' is supported", field="response_format")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
+    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    limit = body.max_completion_tokens
+    if limit is None:
+        limit = body.max_tokens
+    elif body.max_tokens not in (None, limit):
+        raise InvalidArgument("max_tokens and max_completion_tokens contradict each other", field="max_tokens")
+    field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    request = _request(body, limit, top_logprobs, limit_field=field, logprobs_field="top_logprobs")
+    for message in body.messages:
+        added = request.chat.messages.add(role=message.role)
+        if message.content is None:
+            raise InvalidArgument("messages: content is required", field="messages")
+        texts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
+        for text in texts:
+            added.content.add(text=_unicode(text, "messages"))
+    if not body.messages:
+        raise InvalidArgument("messages must not be empty", field="messages")
+    return request
+
+
+def completion_requests(body: CompletionBody) -> list[generation_pb2.GenerateRequest]:
+    """One for each prompt. Raises InvalidArgument as chat_request does."""
+    for name in ("echo", "suffix"):
+        if getattr(body, name):
+            raise InvalidArgument(f"{name} is not supported", field=name)
+    if body.best_of not in (None, body.n or 1):
+        raise InvalidArgument("best_of is supported only when equal to n", field="best_of")
+    requests = []
+    for prompt in _prompts(body.prompt):
+        request = _request(body, body.max_tokens, body.logprobs)
+        if isinstance(prompt, str):
+            request.text = _unicode(prompt, "prompt")
+            if body.add_special_tokens is not None:
+                request.add_special_tokens = body.add_special_tokens
+        else:
+            request.token_ids.ids.extend(_uint32(token_id, "prompt") for token_id in prompt)
+        requests.append(request)
+    return requests
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """A string, strings, token ids, or lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    found = [item for item in prompt if not isinstance(item, int)]
+    if not found or len(found) != len(prompt) or len({type(item) for item in found}) > 1:
+        raise InvalidArgument("prompt must be a string, strings, token ids, or lists of token ids", field="prompt")
+    if len(found) > MAX_PROMPTS:
+        raise InvalidArgument(f"prompt has {len(found)} entries; at most {MAX_PROMPTS}", field="prompt")
+    return found
+
+
+def _request(
+    body: _Common,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    *,
+    limit_field: str = "max_tokens",
+    logprobs_field: str = "logprobs",
+) -> generation_pb2.GenerateRequest:
+    request = generation_pb2.GenerateRequest(model=body.model or "", session_id=body.session_id or "")
+    sampling = request.sampling
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if (value := getattr(body, name)) is not None:
+            setattr(sampling, name, value)
+    if body.top_k is not None:
+        sampling.top_k = 0 if body.top_k == -1 else _uint32(body.top_k, "top_k")  # -1: off, as others have it
+    if max_tokens is not None:
+        sampling.max_tokens = _uint32(max_tokens, limit_field, 1)
+    if body.min_tokens is not None:
+        sampling.min_tokens = _uint32(body.min_tokens, "min_tokens")
+    if top_logprobs is not None:
+        sampling.top_logprobs = _uint32(top_logprobs, logprobs_field, 0, MAX_TOP_LOGPROBS)
+    if body.ignore_eos is not None:
+        sampling.ignore_eos = body.ignore_eos
+    if body.seed is not None:
+        if not -(2**63) <= body.seed < 2**64:
+            raise InvalidArgument("seed must fit 64 bits", field="seed")
+        sampling.seed = body.seed % 2**64
+    sampling.stop_token_ids.extend(_uint32(token_id, "stop_token_ids") for token_id in body.stop_token_ids or ())
+    for token, bias in (body.logit_bias or {}).items():
+        if not token.isdecimal():
+            raise InvalidArgument("logit_bias must map token ids to numbers", field="logit_bias")
+        sampling.logit_bias[_uint32(int(token), "logit_bias")] = bias
+    if body.n is not None:
+        request.n = _uint32(body.n, "n", 1, MAX_CHOICES)
+    request.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
+    if body.priority is not None:
+        if not -(2**31) <= body.priority < 2**31:
+            raise InvalidArgument("priority must fit 32 bits", field="priority")
+        request.priority = body.priority
+    if body.skip_special_tokens is not None:
+        request.skip_special_tokens = body.skip_special_tokens
+    if body.stream_interval is not None:
+        request.stream_interval = _uint32(body.stream_interval, "stream_interval")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidArgument("stream_options is allowed only with stream: true", field="stream_options")
+    return request
+
+
+def _uint32(value: int, field: str, low: int = 0, high: int = _MAX_UINT32) -> int:
+    """Ranges that are finer than the wire's are checked where gRPC requests are, too."""
+    if not low <= value <= high:
+        raise InvalidArgument(f"{field} must be at least {low} and at most {high}, got {value}", field=field)
+    return value
+
+
+def _unicode(text: str, field: str) -> str:
+    """JSON can hold half a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{field} must be valid Unicode", field=field) from None
+    return text

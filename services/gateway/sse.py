@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events, and noticing that a client has gone."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. Cancels it and raises ClientGone when the client goes first. The body must have been read."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientGone
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Writes events as they come; closing the source when the client goes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._write(send))
+        except (ClientGone, OSError):
+            pass
+        finally:
+            await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of all streams with their stream's position, as they come. The first failure ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T]] = asyncio.Queue(maxsize=len(streams))
+    tasks = [asyncio.create_task(_feed(i, stream, queue)) for i, stream in enumerate(streams)]
+    everything = asyncio.gather(*tasks)
+    try:
+        async for item in _until(everything, queue):
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if everything.done() and not everything.cancelled():
+            everything.exception()  # seen: it was raised above, or came with the cancellation
+
+
+async def _feed(position: int, stream: AsyncGenerator[T, None], queue: asyncio.Queue[tuple[int, T]]) -> None:
+    async with aclosing(stream) as items:
+        async for item in items:
+            await queue.put((position, item))
+
+
+async def _until(everything: asyncio.Future[Any], queue: asyncio.Queue[tuple[int, T]]) -> AsyncIterator[tuple[int, T]]:
+    while True:
+        waiting = asyncio.ensure_future(queue.get())
+        await asyncio.wait((waiting, everything), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            yield waiting.result()
+            continue
+        waiting.cancel()
+        while not queue.empty():
+            yield queue.get_nowait()
+        everything.result()
+        return
