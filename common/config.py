@@ -1,132 +1,123 @@
-"""Settings of a service: flags before environment before file before defaults, as one frozen struct."""
+"""Settings of a role from, in rising order: its defaults, a TOML file, the environment, the options of its command."""
 
-import difflib
-import json
-import logging
 import os
 import tomllib
 import types
-import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from common.errors import InvalidArgument
 
-_log = logging.getLogger(__name__)
-_Settings = TypeVar("_Settings", bound=msgspec.Struct)
-ENV_PREFIX = "EPD_"
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def load(
-    kind: type[_Settings],
+    kind: type[T],
+    section: str,
     *,
-    flags: Mapping[str, Any] | None = None,
-    env: Mapping[str, str] | None = None,
-    file: Path | None = None,
-    section: str = "",
-    env_prefix: str = ENV_PREFIX,
-) -> _Settings:
-    """Builds settings of a type whose fields may be structs themselves.
+    file: str = "",
+    options: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> T:
+    """An instance of the settings struct `kind`.
 
-    flags: field name or dotted path ("etcd.endpoints") to a value; None means not given.
-    env: default os.environ; the path in capitals after the prefix: EPD_ETCD_ENDPOINTS. Lists are comma-separated, dicts
-    JSON. A variable that looks like a mistyped one is named in a warning: other programs may own it.
-    file: TOML; `section` picks a table of a file that several services share.
-
-    Raises InvalidArgument naming the setting and where it came from: unknown in flags or file, or of a wrong type.
+    file: TOML whose table [section] names fields, nested structs as tables below it.
+    environ: EPD_<SECTION>_<FIELD>, nested fields joined by "_"; lists are comma-separated, tables JSON.
+    options: fields by name, nested ones as "engine.num_blocks"; None counts as not given.
+    Raises InvalidArgument naming the source and the field.
     """
-    known = dict(_leaves(kind))
-    given: dict[str, tuple[Any, str]] = {}  # path -> value, origin
-    for path, value in _flatten(_read(file, section), known):
-        given[path] = (value, f"{file}")
-    environment = os.environ if env is None else env
-    for path, leaf in known.items():
-        name = env_prefix + path.replace(".", "_").upper()
-        if name in environment:
-            given[path] = (_parse(environment[name], leaf, name), name)
-    _warn_of_mistyped(environment, known, env_prefix)
-    for path, value in (flags or {}).items():
-        if value is not None:
-            given[path] = (value, f"--{path.replace('.', '-').replace('_', '-')}")
-
-    nested: dict[str, Any] = {}
-    for path, (value, origin) in given.items():
-        if path not in known:
-            near = difflib.get_close_matches(path, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidArgument(f"unknown setting {path!r} from {origin}{hint}", field=path)
-        *parents, last = path.split(".")
-        table = nested
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        try:
-            # Checked one by one, so that the origin can be named.
-            table[last] = msgspec.convert(value, known[path], strict=False)
-        except msgspec.ValidationError as error:
-            raise InvalidArgument(f"setting {path!r} from {origin}: {error}", field=path) from None
+    known = dict(_fields(kind))
+    values: dict[str, Any] = {}
+    source_of: dict[str, str] = {}
+    for source, found in (
+        (file, _flat(_read_section(file, section), known) if file else {}),
+        ("the environment", _from_environ(section, known, environ)),
+        ("the options", {name: value for name, value in (options or {}).items() if value is not None}),
+    ):
+        for name in found:
+            if name not in known:
+                raise InvalidArgument(f"{source}: [{section}] has no setting {name!r}", field=name)
+        values |= found
+        source_of |= dict.fromkeys(found, source)
     try:
-        return msgspec.convert(nested, kind, strict=False)
-    except msgspec.ValidationError as error:  # a required field that nobody gave
-        raise InvalidArgument(f"settings: {error}") from None
+        return msgspec.convert(_nest(values), kind, strict=False)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`").partition("[")[0]
+        where = f"{source_of.get(name, 'settings')}: [{section}] {name}".rstrip()
+        raise InvalidArgument(f"{where}: {message}", field=name) from None
 
 
-def _leaves(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and type of every field that is not a struct."""
-    for field in msgspec.structs.fields(kind):
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _leaves(field.type, f"{prefix}{field.encode_name}.")
+def _fields(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, type) of every leaf; a nested struct is walked, a union with None as what it holds."""
+    hints = get_type_hints(kind)
+    for name in kind.__struct_fields__:
+        inner = _struct_of(hints[name])
+        if inner is None:
+            yield prefix + name, hints[name]
         else:
-            yield prefix + field.encode_name, field.type
+            yield from _fields(inner, f"{prefix}{name}.")
 
 
-def _flatten(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        path = prefix + key
-        if isinstance(value, dict) and path not in known:
-            yield from _flatten(value, known, f"{path}.")
-        else:
-            yield path, value
+def _struct_of(hint: Any) -> Any:
+    candidates = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
+            return candidate
+    return None
 
 
-def _read(file: Path | None, section: str) -> Mapping[str, Any]:
-    if file is None:
-        return {}
+def _read_section(file: str, section: str) -> dict[str, Any]:
     try:
-        found = tomllib.loads(file.read_text())
+        found = tomllib.loads(Path(file).read_text()).get(section, {})
     except OSError as error:
-        raise InvalidArgument(f"settings file cannot be read: {error.strerror}: {file}", field="file") from None
+        raise InvalidArgument(f"{file} cannot be read: {error.strerror}", field="config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"settings file {file}: {error}", field="file") from None
-    if not section:
-        return found
-    table = found.get(section, {})
-    if not isinstance(table, dict):
-        raise InvalidArgument(f"settings file {file}: {section!r} must be a table", field="file")
-    return table
+        raise InvalidArgument(f"{file} is not valid TOML: {error}", field="config") from None
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"{file}: [{section}] must be a table", field="config")
+    return found
 
 
-def _parse(text: str, kind: Any, name: str) -> Any:
-    """A variable's text as something msgspec can convert."""
-    origins = {typing.get_origin(kind) or kind}
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        origins = {typing.get_origin(arm) or arm for arm in typing.get_args(kind)}
-    if origins & {tuple, list, set, frozenset}:
-        return [part.strip() for part in text.split(",") if part.strip()]
-    if dict in origins:
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise InvalidArgument(f"{name} must be a JSON object", field=name) from None
-    return text
+def _flat(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        dotted = prefix + name
+        if isinstance(value, dict) and dotted not in known:
+            found |= _flat(value, known, f"{dotted}.")
+        else:
+            found[dotted] = value
+    return found
 
 
-def _warn_of_mistyped(environment: Mapping[str, str], known: Mapping[str, Any], prefix: str) -> None:
-    names = {prefix + path.replace(".", "_").upper() for path in known}
-    for name in environment:
-        if name.startswith(prefix) and name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.9)
-            if near:
-                _log.warning("%s is not a setting; did you mean %s?", name, near[0])
+def _from_environ(section: str, known: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, hint in known.items():
+        variable = f"EPD_{section}_{name.replace('.', '_')}".upper()
+        if (text := environ.get(variable)) is None:
+            continue
+        origin = get_origin(hint)
+        if origin in (tuple, list):
+            found[name] = [part.strip() for part in text.split(",") if part.strip()]
+        elif origin is dict:
+            try:
+                found[name] = msgspec.json.decode(text)
+            except msgspec.DecodeError:
+                raise InvalidArgument(f"{variable} must be a JSON object", field=name) from None
+        else:
+            found[name] = text
+    return found
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, leaf = name.split(".")
+        table = nested
+        for part in path:
+            table = table.setdefault(part, {})
+        table[leaf] = value
+    return nested
