@@ -62,9 +62,9 @@ def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, message: str)
 
 
 def test_mistakes_elsewhere_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="the environment: .*port"):
+    with pytest.raises(InvalidArgument, match=r"the environment: .*port"):
         load(Settings, "gateway", options={"name": "x"}, environ={"EPD_GATEWAY_PORT": "x"})
-    with pytest.raises(InvalidArgument, match="the options: .*'nam'"):
+    with pytest.raises(InvalidArgument, match=r"the options: .*'nam'"):
         load(Settings, "gateway", options={"nam": "x"}, environ={})
     with pytest.raises(InvalidArgument, match="EPD_GATEWAY_WEIGHTS must be a JSON object"):
         load(Settings, "gateway", environ={"EPD_GATEWAY_WEIGHTS": "a=1"})
