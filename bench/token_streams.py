@@ -1,7 +1,7 @@
-"""How tokens should travel from a decode worker to a gateway: a stream a request, the same with coalescing, or one stream a pair.
+"""How tokens should travel from a decode worker to a gateway: a stream a request, with coalescing, or one a pair.
 
-Bare grpc.aio on loopback, one process a side, 128 sequences that all gain a token in each step. Prints tokens per second
-at the receiver, in turn A B C A B C, medians. The decision is in docs/adr.
+Bare grpc.aio on loopback, one process a side, 128 sequences that all gain a token in each step. Prints tokens per
+second at the receiver, in turn A B C A B C, medians. The decision is in docs/adr.
 
     python bench/token_streams.py [--sequences 128] [--steps 200] [--rounds 3]
 """

@@ -18,9 +18,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str = ""  # host that peers can reach; default: `host`
     etcd: EtcdSettings = EtcdSettings()
     lease_ttl_seconds: int = 10
-    run_dir: str = ""  # 0700 directory of the shm channel's socket; workers of one host share its parent
+    run_dir: str = ""  # 0700, of the shm channel's sockets; the same for all workers of a host. Default: in /tmp
     channels: tuple[str, ...] = ("shm", "grpc")  # allowed for transfers, best first
-    throttle_bytes_per_second: float = 0.0  # of each pull; 0: as fast as it goes
+    throttle_bytes_per_second: float = 0.0  # of all pulls of a worker together; 0: as fast as it goes
     otlp_endpoint: str = ""
     trace_sample_ratio: float = 1.0
     metrics_port: int = -1  # -1: none, 0: any free one

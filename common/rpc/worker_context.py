@@ -1,5 +1,6 @@
 """What the role services of one worker share: identity, engine, telemetry, draining."""
 
+import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from common import telemetry
 from common.engine.client import Engine
 from common.engine.messages import Done, Failed, Prefilled
 from common.errors import Draining, EngineFailed, EpdError, InvalidArgument, ModelNotFound, WrongIncarnation, by_reason
-from common.rpc import wire
 from common.registry.record import WorkerRecord
+from common.rpc import wire
 from common.sampling import MAX_CHOICES, SamplingParams
 from common.transfer.key import Identity, TransferKey
 from epd.v1 import types_pb2
@@ -38,10 +39,16 @@ class WorkerContext:
         self.engine = engine
         self.draining = False
         self.running_requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def identity(self) -> Identity:
         return Identity(self.record.worker_id, self.record.incarnation)
+
+    async def idle(self) -> None:
+        """Returns when no request is running, of which publications still to be pulled are the callers' part."""
+        await self._idle.wait()
 
     def check(self, target: Identity, model: str) -> None:
         """Refuses calls meant for another life of this worker, for another model, and new ones while draining."""
@@ -76,6 +83,7 @@ class WorkerContext:
     def request_span(self, name: str, key: TransferKey, tenant: str) -> Iterator[trace.Span]:
         """The worker's span of one call; the call counts as running inside."""
         self.running_requests += 1
+        self._idle.clear()
         attributes = {
             telemetry.REQUEST_ID: key.request_id.hex(),
             telemetry.LEG: key.leg,
@@ -88,6 +96,8 @@ class WorkerContext:
                 yield span
         finally:
             self.running_requests -= 1
+            if not self.running_requests:
+                self._idle.set()
 
     def hops(self, *durations: tuple[str, float]) -> list[types_pb2.HopTiming]:
         return [wire.hop_to_proto(name, seconds, self.record.worker_id) for name, seconds in durations]

@@ -10,6 +10,7 @@ from common.cache.block_log import BlockChange, BlockLog
 from common.engine.messages import Blocks, LoadReport
 from common.rpc import wire
 from common.rpc.worker_context import WorkerContext
+from common.tasks import first
 from epd.v1 import worker_pb2, worker_pb2_grpc
 
 LOAD_INTERVAL_SECONDS = 0.1
@@ -30,7 +31,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._worker = worker
         self._log = BlockLog()
         self._load_changed = asyncio.Event()
-        self._counts = (open_publications, open_pulls, open_spans, loop_lag_p99)
+        self._open_publications, self._open_pulls, self._open_spans = open_publications, open_pulls, open_spans
+        self._loop_lag_p99 = loop_lag_p99
         worker.engine.on_blocks(self._on_blocks)
         worker.engine.on_load(lambda _: self.touch())
 
@@ -56,7 +58,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     cursor = change.sequence
             yield worker_pb2.WatchResponse(load=self._load(self._worker.engine.load))
             fresh = False
-            await _first(blocks_changed, load_changed)
+            await first(blocks_changed.wait(), load_changed.wait())
             await asyncio.sleep(LOAD_INTERVAL_SECONDS)  # at most 10 messages of each kind a second
 
     async def GetStatus(
@@ -64,7 +66,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.GetStatusResponse:
         inspected = await self._worker.engine.inspect()
         record = self._worker.record
-        publications, pulls, spans, lag = (count() for count in self._counts)
         return worker_pb2.GetStatusResponse(
             identity=wire.identity_to_proto(self._worker.identity),
             roles=record.roles,
@@ -72,12 +73,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             load=self._load(inspected.load),
             healthy=not inspected.errors and not self._worker.draining,
             integrity_errors=inspected.errors,
-            open_publications=publications,
-            open_pulls=pulls,
-            open_spans=spans,
+            open_publications=self._open_publications(),
+            open_pulls=self._open_pulls(),
+            open_spans=self._open_spans(),
             executor=record.executor,
             engine_steps=inspected.load.steps,
-            loop_lag_p99_seconds=lag,
+            loop_lag_p99_seconds=self._loop_lag_p99(),
             resident_bytes=psutil.Process().memory_info().rss,
         )
 
@@ -103,13 +104,3 @@ def _blocks(change: BlockChange) -> worker_pb2.BlockEvents:
         stored=change.stored,
         removed=change.removed,
     )
-
-
-async def _first(*events: asyncio.Event) -> None:
-    """Returns when one of the events is set."""
-    tasks = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

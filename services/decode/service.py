@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import grpc
+import msgspec
 
 from common import telemetry
 from common.engine.client import EngineStream
@@ -39,6 +40,9 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             with self._worker.request_span(telemetry.DECODE_RUN, key, request.tenant) as span:
                 yield decode_pb2.DecodeResponse(accepted=decode_pb2.DecodeAccepted())
                 stream = await run.start(self._worker.remaining(context))
+                if stream is None:
+                    yield run.finished(Done(seq=run.seq, cached_tokens=0))
+                    return
                 async for event in stream:
                     tokens: list[ChoiceTokens] = []
                     done: Done | None = None
@@ -93,20 +97,23 @@ class _Run:
         self.pulled: PullResult | None = None
         self.ended = False
         self._stream: EngineStream | None = None
-        self._sequence = {
-            "seq": self.seq,
-            "prompt": list(request.prompt_token_ids),
-            "output": list(request.output_token_ids),
-            "choices": list(request.choices),
-            "sampling": sampling,
-            "salt": request.salt,
-            "priority": request.priority,
-        }
+        self._command = Reserve(
+            seq=self.seq,
+            prompt=list(request.prompt_token_ids),
+            output=list(request.output_token_ids),
+            choices=list(request.choices),
+            sampling=sampling,
+            salt=request.salt,
+            priority=request.priority,
+        )
 
-    async def start(self, remaining_seconds: float) -> EngineStream:
-        """The stream of tokens: after a pull and its commit, or of a prompt computed here."""
+    async def start(self, remaining_seconds: float) -> EngineStream | None:
+        """The stream of tokens, after a pull and its commit or of a prompt computed here.
+
+        None when the first tokens, which prefill has answered with, were already the last.
+        """
         if not self._request.HasField("source"):
-            return self._worker.engine.open(Submit(**self._sequence))
+            return self._worker.engine.open(Submit(**msgspec.structs.asdict(self._command)))
         source = self._request.source
         target = PullTarget(
             key=self._key,
@@ -114,20 +121,25 @@ class _Run:
             owner=wire.identity_from_proto(source.owner),
             address=source.address,
             tenant=self._request.tenant,
-            token_ids=[*self._sequence["prompt"], *self._sequence["output"]],
+            token_ids=[*self._command.prompt, *self._command.output],
             deadline_seconds=remaining_seconds,
         )
         with telemetry.start_span(telemetry.TRANSFER_PULL) as span:
-            self.pulled = await self._puller.pull(target, self._reserve)
-            span.set_attribute(telemetry.TRANSFER_BYTES, self.pulled.bytes_read)
-            span.set_attribute(telemetry.TRANSFER_CHANNEL, self.pulled.channel)
+            pulled = self.pulled = await self._puller.pull(target, self._reserve)
+            span.set_attribute(telemetry.TRANSFER_BYTES, pulled.bytes_read)
+            span.set_attribute(telemetry.TRANSFER_CHANNEL, pulled.channel)
+        metrics = telemetry.current().metrics
+        metrics.transfer_bytes.labels(channel=pulled.channel).inc(pulled.bytes_read)
+        metrics.transfer_seconds.labels(channel=pulled.channel).observe(pulled.total_seconds)
+        if not pulled.moved:
+            return None
         assert self._stream is not None
-        self._worker.engine.send(Commit(seq=self.seq, first=self.pulled.first))
+        self._worker.engine.send(Commit(seq=self.seq, first=pulled.first))
         return self._stream
 
     async def _reserve(self, token_count: int) -> Reserved:
         with telemetry.start_span(telemetry.DECODE_RESERVE):
-            self._stream = self._worker.engine.open(Reserve(**self._sequence))
+            self._stream = self._worker.engine.open(self._command)
             async for event in self._stream:
                 match event:
                     case Reserved():

@@ -1,0 +1,190 @@
+"""One worker process: an engine and the services of its roles. Both roles in one is the aggregated form."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+
+import msgspec
+
+from common import telemetry
+from common.engine.process import EngineProcess
+from common.errors import EngineFailed, InvalidArgument
+from common.registry.etcd import EtcdRegistry
+from common.registry.record import WorkerRecord
+from common.rpc.channel import connect
+from common.rpc.lag import LoopLag
+from common.rpc.server import Server, make_server
+from common.rpc.trace_service import TraceService
+from common.rpc.worker_context import WorkerContext, new_incarnation
+from common.rpc.worker_service import WorkerService
+from common.span_store import SpanStore
+from common.tasks import first
+from common.transfer.channel_shm import ShmServer
+from common.transfer.key import Identity
+from common.transfer.publications import PublicationTable
+from common.transfer.puller import Puller
+from common.transfer.service import TransferService
+from epd.v1 import decode_pb2_grpc, prefill_pb2_grpc, trace_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
+from services.decode.service import DecodeService
+from services.prefill.service import PrefillService
+from services.worker_settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+ROLES = ("prefill", "decode")
+_LAST_SECONDS = 2.0  # for cancelled calls to tell their callers, after the drain
+
+
+class Worker:
+    """Start, serve, drain, stop. Several may live in one process (tests)."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        unknown = [role for role in settings.roles if role not in ROLES]
+        if unknown or not settings.roles:
+            raise InvalidArgument(f"roles must be some of {', '.join(ROLES)}", field="roles")
+        self.settings = settings
+        self.store = SpanStore()
+        self.telemetry = telemetry.setup(
+            "-".join(settings.roles),
+            otlp_endpoint=settings.otlp_endpoint or None,
+            sample_ratio=settings.trace_sample_ratio,
+            store=self.store,
+            instance_id=settings.worker_id,
+        )
+        self.lag = LoopLag(self.telemetry.metrics)
+        self.engine: EngineProcess
+        self.context: WorkerContext
+        self._server: Server
+        self._publications: PublicationTable
+        self._service: WorkerService
+        self._exit = contextlib.AsyncExitStack()
+
+    @property
+    def address(self) -> str:
+        return self.context.record.address
+
+    async def start(self) -> None:
+        """Returns once the worker is registered and can be called. Raises what its engine or the registry raised."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+
+    async def _start(self) -> None:
+        settings, cleanup, tel = self.settings, self._exit, self.telemetry
+        tel.attach()
+        cleanup.push_async_callback(tel.shutdown)
+        self.lag.start()
+        cleanup.push_async_callback(self.lag.stop)
+        engine = self.engine = await EngineProcess.launch(settings.engine, in_thread=settings.engine_in_thread)
+        cleanup.push_async_callback(engine.close)
+
+        server = self._server = make_server(telemetry=tel)
+        identity = Identity(settings.worker_id or f"{'-'.join(settings.roles)}-{os.getpid()}", new_incarnation())
+        publications = self._publications = PublicationTable(identity, engine)
+        # Shared by all workers of this host and user: how they find out that they are neighbours.
+        run_dir = settings.run_dir or os.path.join(tempfile.gettempdir(), f"epd-{os.geteuid()}")
+        shm: ShmServer | None = None
+        if "shm" in settings.channels:
+            shm = ShmServer(run_dir, publications)
+            await shm.start()
+            cleanup.push_async_callback(shm.stop)
+        puller = Puller(
+            identity,
+            engine.pool,
+            engine.layout,
+            connect,
+            channels=settings.channels,
+            run_dir=run_dir,
+            bytes_per_second=settings.throttle_bytes_per_second,
+        )
+        cleanup.push_async_callback(puller.close)
+        record = WorkerRecord(
+            worker_id=identity.worker_id,
+            incarnation=identity.incarnation,
+            roles=settings.roles,
+            address=f"{settings.reachable_host}:{settings.port}",
+            model=engine.layout.model,
+            layout=engine.layout,
+            max_context=engine.ready.max_context,
+            vocab_size=engine.ready.vocab_size,
+            num_blocks=settings.engine.num_blocks,
+            executor=engine.ready.executor,
+        )
+        self.context = context = WorkerContext(record, engine)
+        self._service = WorkerService(
+            context,
+            open_publications=lambda: publications.open_publications,
+            open_pulls=lambda: puller.open_pulls,
+            open_spans=lambda: tel.open_spans,
+            loop_lag_p99=lambda: self.lag.p99,
+        )
+        add = server.add
+        add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._service, "epd.v1.WorkerService")
+        add(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceService(self.store), "epd.v1.TraceService")
+        if "prefill" in settings.roles:
+            transfer = TransferService(publications, channels=settings.channels, nonce=shm.nonce if shm else b"")
+            add(transfer_pb2_grpc.add_TransferServiceServicer_to_server, transfer, "epd.v1.TransferService")
+            prefill = PrefillService(context, publications)
+            add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill, "epd.v1.PrefillService")
+        if "decode" in settings.roles:
+            decode = DecodeService(context, puller)
+            add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode, "epd.v1.DecodeService")
+        port = await server.start(f"{settings.host}:{settings.port}")
+        cleanup.push_async_callback(server.stop, _LAST_SECONDS)
+        context.record = msgspec.structs.replace(record, address=f"{settings.reachable_host}:{port}")
+        if settings.metrics_port >= 0:
+            http, _ = tel.metrics.serve(settings.host, settings.metrics_port)
+            cleanup.callback(http.shutdown)
+        # Healthy before listed: whoever finds this worker in the registry can call it.
+        await server.set_serving(True)
+        registry = EtcdRegistry(settings.etcd, tel.metrics)
+        cleanup.push_async_callback(registry.close)
+        await registry.start()
+        self._registration = await registry.register(
+            context.record, settings.lease_ttl_seconds, on_alive=self._on_alive
+        )
+        log.info("worker %s: %s on %s", identity, "+".join(settings.roles), self.address)
+
+    def _on_alive(self, alive: bool) -> None:
+        """Not listed means not ready: health says so until the registration is back (cases B1, B2)."""
+        self._listed = asyncio.ensure_future(self._server.set_serving(alive and not self.context.draining))
+
+    async def drain(self) -> None:
+        """Takes nothing new, tells registry and gateways, lets running requests end, for `drain_seconds` at most."""
+        self.context.draining = True
+        self._service.touch()
+        await self._server.set_serving(False)
+        with contextlib.suppress(Exception):  # without etcd the refusals tell
+            await self._registration.update(msgspec.structs.replace(self.context.record, draining=True))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_seconds):
+                await self.context.idle()
+                await self._publications.idle()  # prompts that decode workers are still pulling
+
+    async def stop(self) -> None:
+        """At once; `drain` first to be kind."""
+        await self._exit.aclose()
+
+
+async def run_worker(settings: WorkerSettings) -> None:
+    """Serves until SIGTERM or SIGINT, then drains and stops; a second signal skips the drain.
+
+    Raises EngineFailed when the engine ends by itself: whoever started this process starts another.
+    """
+    worker = Worker(settings)
+    loop = asyncio.get_running_loop()
+    asked, again = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: again.set() if asked.is_set() else asked.set())
+    await worker.start()
+    try:
+        if await first(asked.wait(), worker.engine.closed()) == 1:
+            raise EngineFailed("the engine ended; see the log above")
+        await first(worker.drain(), again.wait())
+    finally:
+        await worker.stop()

@@ -1,0 +1,172 @@
+"""A whole mesh in this process: real etcd, real gRPC on loopback, engines in threads."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.engine.settings import EngineSettings
+from common.registry.settings import EtcdSettings
+from common.rpc.channel import connect
+from epd.v1 import generation_pb2, generation_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from services.gateway.main import Gateway
+from services.gateway.settings import GatewaySettings
+from services.worker import Worker
+from services.worker_settings import WorkerSettings
+
+PATIENCE_SECONDS = 60.0  # a bound for broken code
+MODEL = "tiny"
+
+
+@dataclass
+class Choice:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: int = 0
+    logprobs: list[types_pb2.TokenLogprob] = field(default_factory=list)
+    stop_string: str = ""
+
+
+@dataclass
+class Answer:
+    """A whole stream, put together."""
+
+    choices: dict[int, Choice]
+    usage: generation_pb2.Usage
+    accounting: generation_pb2.Accounting
+    messages: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.choices[0].tokens
+
+
+async def collect(stream: Any) -> Answer:
+    answer = Answer({}, generation_pb2.Usage(), generation_pb2.Accounting(), 0)
+    async for message in stream:
+        answer.messages += 1
+        for delta in message.choices:
+            choice = answer.choices.setdefault(delta.index, Choice())
+            choice.tokens += delta.token_ids
+            choice.text += delta.text
+            choice.logprobs += delta.logprobs
+            choice.finish_reason = delta.finish_reason or choice.finish_reason
+            choice.stop_string = delta.stop_string or choice.stop_string
+        if message.HasField("usage"):
+            answer.usage.CopyFrom(message.usage)
+        if message.HasField("accounting"):
+            answer.accounting.CopyFrom(message.accounting)
+    return answer
+
+
+def request(prompt: Sequence[int] | str, *, n: int = 1, stop: Sequence[str] = (), **sampling: Any) -> Any:
+    """A GenerateRequest; greedy unless a temperature is given."""
+    made = generation_pb2.GenerateRequest(model=MODEL, n=n, stop=stop)
+    if isinstance(prompt, str):
+        made.text = prompt
+    else:
+        made.token_ids.ids.extend(prompt)
+    sampling.setdefault("temperature", 0.0)
+    made.sampling.CopyFrom(types_pb2.SamplingParams(**sampling))
+    return made
+
+
+class LocalMesh:
+    """One gateway and a worker for each entry of `roles`, e.g. ("prefill", "decode") or ("prefill,decode",)."""
+
+    def __init__(
+        self,
+        etcd: EtcdSettings,
+        checkpoint: Path,
+        run_dir: Path,
+        roles: Sequence[str] = ("prefill", "decode"),
+        *,
+        channels: tuple[str, ...] = ("shm", "grpc"),
+        worker: dict[str, Any] | None = None,
+        gateway: dict[str, Any] | None = None,
+        **engine: Any,
+    ) -> None:
+        engine = {"dtype": "float32", "num_blocks": 256, "served_name": MODEL, **engine}
+        self.workers = [
+            Worker(
+                WorkerSettings(
+                    roles=tuple(each.split(",")),
+                    worker_id=f"{each.replace(',', '-')}-{number}",
+                    etcd=etcd,
+                    run_dir=str(run_dir / f"w{number}"),
+                    channels=channels,
+                    engine_in_thread=True,
+                    engine=EngineSettings(model_dir=str(checkpoint), **engine),
+                    **(worker or {}),
+                )
+            )
+            for number, each in enumerate(roles)
+        ]
+        self.gateway = Gateway(
+            GatewaySettings(
+                models={MODEL: str(checkpoint)},
+                grpc_bind="127.0.0.1:0",
+                http_bind="127.0.0.1:0",
+                etcd=etcd,
+                **(gateway or {}),
+            )
+        )
+
+    async def __aenter__(self) -> "LocalMesh":
+        try:
+            await asyncio.gather(*(worker.start() for worker in self.workers))
+            await self.gateway.start()
+            self.channel = connect(self.gateway.grpc_address)
+            self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
+            await self._routable()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        await asyncio.gather(self.gateway.stop(), *(worker.stop() for worker in self.workers))
+
+    async def _routable(self) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models:
+                await asyncio.sleep(0.02)
+
+    async def generate(self, prompt: Sequence[int] | str, **options: Any) -> Answer:
+        return await collect(self.stub.Generate(request(prompt, **options), timeout=PATIENCE_SECONDS))
+
+    async def status(self, worker: Worker) -> worker_pb2.GetStatusResponse:
+        async with connect(worker.address) as channel:
+            return await worker_pb2_grpc.WorkerServiceStub(channel).GetStatus(worker_pb2.GetStatusRequest())
+
+    async def settled(self) -> None:
+        """Waits until nothing is left of any request; fails with what is."""
+        left: list[str] = ["not looked yet"]
+        try:
+            async with asyncio.timeout(10):
+                while left:
+                    left = await self.leftovers()
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"left behind: {left}") from None
+
+    async def leftovers(self) -> list[str]:
+        """What an idle mesh must not have: broken counts, held or active blocks, open publications, pulls and spans."""
+        left = [f"gateway span {name}" for name in self.gateway.telemetry.open_span_names()]
+        for worker in self.workers:
+            status, name = await self.status(worker), worker.settings.worker_id
+            load = status.load
+            left += [f"{name}: {error}" for error in status.integrity_errors]
+            if load.free_blocks + load.cached_blocks != load.total_blocks:
+                left.append(f"{name}: {load.active_blocks} active and {load.held_blocks} held blocks")
+            left += [f"{name}: running"] * (load.running + load.waiting)
+            left += [f"{name}: publication"] * status.open_publications + [f"{name}: pull"] * status.open_pulls
+            # Spans of calls such as this one come and go; those of requests must all have ended.
+            spans = worker.telemetry.open_span_names()
+            left += [f"{name}: span {span}" for span in spans if span.startswith(("prefill.", "decode.", "transfer."))]
+        return left
