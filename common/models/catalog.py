@@ -7,9 +7,6 @@ import msgspec
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
-# `model_type` of config.json. The engine runs these text models and the tests compare them with transformers' generate.
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
-
 
 class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that ships as a GGUF file inside a package of the Python package index."""

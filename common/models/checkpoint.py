@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidArgument
-from common.models.catalog import SUPPORTED_MODEL_TYPES
+from common.models.config import SUPPORTED
 
 MANIFEST = "manifest.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -91,14 +91,12 @@ def check_checkpoint(directory: Path) -> None:
     if not directory.is_dir():
         raise _refuse(f"there is no directory {directory}")
     config = _read_config(directory)
-    model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
+    architecture = next(iter(config.get("architectures") or ["none named"]))
+    if architecture not in SUPPORTED:
         raise _refuse(
-            f"model_type {model_type!r} in {directory / 'config.json'} is not supported; "
-            f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"architecture {architecture} in {directory / 'config.json'} is not supported; "
+            f"supported are {', '.join(SUPPORTED)}"
         )
-    if "auto_map" in config and not config.get("architectures"):
-        raise _refuse(f"{directory} needs code from its repository (auto_map), which is never run")
     _check_weights(directory)
     if not (directory / "tokenizer.json").is_file():
         raise _refuse(

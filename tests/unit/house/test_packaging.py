@@ -1,0 +1,95 @@
+"""What ships: licence, versions, and a compose file that Compose accepts."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONSTRAINTS = dict(
+    line.lower().replace("_", "-").split("==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+
+
+def test_licence() -> None:
+    assert PROJECT["license"] == "Apache-2.0"
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+
+
+@pytest.mark.parametrize("extra", ["", "local", "dev"])
+def test_constraints_pin_every_dependency(extra: str) -> None:
+    wanted = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    for requirement in wanted:
+        name, operator, version = re.fullmatch(r"([\w.-]+)(?:\[.*\])?(?:(==|>=)(.+))?", requirement).groups()
+        if name == PROJECT["name"]:
+            continue
+        pinned = CONSTRAINTS[name.lower().replace("_", "-")]
+        if operator == "==":
+            assert pinned == version, name
+
+
+def test_generated_code_is_not_newer_than_its_runtime() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    tools = next(requirement for requirement in build if requirement.startswith("grpcio-tools"))
+    version = [int(part) for part in tools.split("==")[1].split(".")]
+    assert version <= [int(part) for part in CONSTRAINTS["grpcio"].split(".")]
+
+
+def test_the_changelog_knows_this_version() -> None:
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict:
+    command = [str(Path(sys.executable).with_name("docker-compose")), "-f", str(ROOT / "compose.yaml")]
+    done = subprocess.run(
+        [*command, "config", "--format", "json"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_compose_has_the_whole_mesh(compose: dict) -> None:
+    services = compose["services"]
+    assert set(services) == {"etcd", "jaeger", "otel-collector", "model", "gateway", "prefill", "decode"}
+    for role in ("etcd", "gateway", "prefill", "decode"):
+        assert services[role]["healthcheck"]["test"][0] == "CMD"
+    for role in ("gateway", "prefill", "decode"):
+        assert services[role]["depends_on"]["etcd"]["condition"] == "service_healthy"
+        assert services[role]["depends_on"]["model"]["condition"] == "service_completed_successfully"
+        assert services[role]["environment"]["EPD_ETCD"] == "etcd:2379"
+    for published in (port for service in services.values() for port in service.get("ports", [])):
+        assert published["host_ip"] == "127.0.0.1"
+
+
+def test_compose_pins_an_etcd_that_keeps_its_writes(compose: dict) -> None:
+    tag = compose["services"]["etcd"]["image"].rpartition(":v")[2]
+    assert tuple(map(int, tag.split("."))) >= (3, 5, 21)
+
+
+def test_compose_commands_are_understood(compose: dict) -> None:
+    """Every option that compose gives to a role is one the command has."""
+    for role in ("model", "gateway", "prefill", "decode"):
+        command = compose["services"][role]["command"]
+        words = command[:1] if role != "model" else command[:2]
+        shown = subprocess.run(
+            [sys.executable, "-m", "services.cli", *words, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=ROOT,
+            env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"},
+        )
+        assert shown.returncode == 0
+        for option in (word for word in command if word.startswith("--")):
+            assert option in shown.stdout
