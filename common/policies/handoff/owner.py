@@ -155,11 +155,14 @@ def used(owner: Owner) -> Refusal | None:
     return None if owner.live else Refusal.OVER
 
 
+def holds_lease(owner: Owner, ticket: bytes) -> bool:
+    """Whether the pull stream of this ticket is open right now."""
+    return owner.streaming and hmac.compare_digest(ticket, owner.grant.ticket)
+
+
 def read_refusal(owner: Owner, event: ReadBegin) -> Refusal | None:
     """Reads are served under the lease only: while the pull stream is open."""
-    if not hmac.compare_digest(event.ticket, owner.grant.ticket):
-        return Refusal.CREDENTIALS
-    if not owner.streaming or owner.started is None:
+    if not holds_lease(owner, event.ticket) or owner.started is None:
         return Refusal.OVER
     blocks = len(owner.started.blocks)
     readable = all(inside(span, owner.ready, blocks, owner.num_layers) for span in event.spans)

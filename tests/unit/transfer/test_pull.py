@@ -1,0 +1,141 @@
+"""Whole transfers: the right bytes, early, on both channels."""
+
+import asyncio
+
+from common.cache.keys import token_hash
+from common.policies.handoff.terms import HandoffLimits
+from tests.unit.transfer.mesh import BLOCK_SIZE, BLOCKS, LAYERS, LAYOUT, TOKENS, Mesh, first_token, new_key
+
+ALL_BYTES = len(BLOCKS) * LAYOUT.block_bytes
+
+
+async def test_bytes_arrive(mesh: Mesh, channel: str) -> None:
+    owner, side, key = await mesh.owner(), mesh.puller(channel), new_key()
+    publication = owner.publish(key)
+    owner.compute_all(publication)
+    result = await side.pull(owner, key)
+    assert side.has(owner)
+    assert (result.moved, result.bytes_read, result.channel) == (True, ALL_BYTES, channel)
+    assert result.first == first_token()
+    assert result.reserved is not None
+    assert 0 <= result.exposed_seconds <= result.total_seconds
+    await owner.table.until(publication.released.is_set)
+    assert owner.releases == 1
+    assert owner.table.open_publications == side.puller.open_pulls == 0
+
+
+async def test_hit_blocks_are_not_read(mesh: Mesh, channel: str) -> None:
+    owner, side, key = await mesh.owner(), mesh.puller(channel), new_key()
+    side.hit_blocks = 2
+    side.pool.data[:, side.blocks[:2]] = 255
+    owner.compute_all(owner.publish(key))
+    result = await side.pull(owner, key)
+    assert result.bytes_read == 3 * LAYOUT.block_bytes
+    assert (side.pool.data[:, side.blocks[:2]] == 255).all()
+    assert side.has(owner, slice(2, None))
+
+
+async def test_chunks_then_layers_are_read_while_prefill_computes(mesh: Mesh, channel: str) -> None:
+    """Each piece is here before the next one is computed: nothing waits for the end of prefill."""
+    owner, side, key = await mesh.owner(), mesh.puller(channel), new_key()
+    publication = owner.publish(key)
+    pulling = side.pull(owner, key)
+    owner.engine.fill(BLOCKS)
+    owner.start_computing(publication)
+
+    publication.chunk(1, 0, 40, last=False)
+    await owner.engine.reach(1)
+    await owner.table.until(lambda: owner.table.state(key).taken.blocks == 40 // BLOCK_SIZE)
+    assert side.has(owner, slice(0, 2))
+    assert not side.pool.data[:, side.blocks[2:]].any()
+
+    publication.chunk(2, 40, 70, last=True)
+    for layer in range(LAYERS - 1):
+        await owner.engine.reach(2, layer + 1)
+        await owner.table.until(lambda done=layer + 1: owner.table.state(key).taken.layers == done)
+        assert side.has(owner, layers=slice(0, layer + 1))
+        assert not side.pool.data[layer + 1 :, side.blocks[2:]].any()
+        assert not pulling.done()
+    await owner.engine.reach(2)
+    publication.finished(first_token(), len(TOKENS), token_hash(TOKENS))
+    result = await pulling
+    assert side.has(owner)
+    assert result.bytes_read == ALL_BYTES
+
+
+async def test_prefix_cached_at_the_owner_is_readable_at_once(mesh: Mesh) -> None:
+    owner, side, key = await mesh.owner(), mesh.puller(), new_key()
+    publication = owner.publish(key)
+    pulling = side.pull(owner, key)
+    owner.engine.fill(BLOCKS)
+    owner.start_computing(publication)
+    publication.chunk(1, 48, 70, last=True)  # 48 tokens came from the owner's prefix cache; the step has not run
+    await owner.table.until(lambda: owner.table.state(key).taken.blocks == 3)
+    assert side.has(owner, slice(0, 3))
+    publication.cancel()
+    await asyncio.wait([pulling])
+
+
+async def test_pull_before_publication_waits_for_it(mesh: Mesh) -> None:
+    owner, side, key = await mesh.owner(), mesh.puller(), new_key()
+    pulling = side.pull(owner, key)
+    await owner.table.until(lambda: owner.table.open_pulls == 1)
+    assert not side.reserved_for  # it holds nothing while it waits
+    owner.compute_all(owner.publish(key))
+    await pulling
+    assert side.has(owner)
+
+
+async def test_no_room_holds_the_lease(mesh: Mesh) -> None:
+    """Waiting for room, the puller says so, and the owner keeps the blocks beyond the stall limit."""
+    owner = await mesh.owner(limits=HandoffLimits(stall_seconds=0.8))
+    side, key = mesh.puller(), new_key()
+    side.room.clear()
+    owner.compute_all(owner.publish(key))
+    pulling = side.pull(owner, key)
+    # The clock of the stall starts anew with each sign of life; at the third the limit would long be over without them.
+    seen: list[float] = []
+
+    def renewed() -> bool:
+        state = owner.table.state(key)
+        if state.waiting_since is not None and state.progress_at not in seen:
+            seen.append(state.progress_at)
+        return len(seen) == 3
+
+    await owner.table.until(renewed)
+    assert seen[-1] - seen[0] > 0.8
+    side.room.set()
+    assert (await pulling).moved
+
+
+async def test_all_choices_ended_moves_nothing(mesh: Mesh) -> None:
+    """Case A6: the first token is a stop token."""
+    owner, side, key = await mesh.owner(), mesh.puller(), new_key()
+    side.room.clear()  # not even room is waited for
+    publication = owner.publish(key)
+    owner.compute_all(publication, finish_reason="stop")
+    result = await side.pull(owner, key)
+    assert (result.moved, result.bytes_read, result.reserved) == (False, 0, None)
+    assert result.first == first_token("stop")
+    await owner.table.until(publication.released.is_set)
+
+
+async def test_the_map_is_kept_for_the_owners_life(mesh: Mesh) -> None:
+    owner, side = await mesh.owner(), mesh.puller()
+    for seed in range(2):
+        key = new_key()
+        publication = owner.publish(key)
+        owner.compute_all(publication)
+        owner.engine.fill(BLOCKS, seed)
+        assert (await side.pull(owner, key)).channel == "shm"
+        assert side.has(owner)
+        assert owner.shm is not None
+        await owner.shm.stop()  # the second pull has nobody to ask
+
+
+async def test_throttled_pull_is_paced(mesh: Mesh, channel: str) -> None:
+    owner, side, key = await mesh.owner(), mesh.puller(channel, bytes_per_second=ALL_BYTES / 0.2), new_key()
+    owner.compute_all(owner.publish(key))
+    result = await side.pull(owner, key)
+    assert side.has(owner)
+    assert result.total_seconds >= 0.2  # a floor, not a speed: the link cannot be faster
