@@ -31,7 +31,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildFailed(EpdError):
-    """A process refuses to start, or the supervisor was told to give up on restarts."""
+    """A process refuses to start, or has failed too often."""
 
     reason = "CHILD_FAILED"
 
@@ -86,6 +86,7 @@ class Supervisor:
         """report: told of every death and restart, in words. changed: called whenever a child's state has changed."""
         self.children = {spec.name: Child(spec, log_dir / f"{spec.name}.log") for spec in specs}
         self.stopping = False
+        self.patience: int | None = None  # a child that ends this often in a row fails for good; None: never
         self._report = report
         self._changed = changed
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -138,6 +139,11 @@ class Supervisor:
                     child.failures = 0
                 delay = restart_delay(child.failures)
                 child.failures += 1
+                if self.patience is not None and child.failures >= self.patience:
+                    raise ChildFailed(
+                        f"{child.spec.name} {_ending(code)}, {child.failures} times in a row: {child.last_line()} "
+                        f"(log: {child.log})"
+                    )
                 child.restarts += 1
                 child.state = "restarting"
                 self._changed()

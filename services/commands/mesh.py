@@ -87,7 +87,7 @@ def process_specs(options: MeshOptions, model_dir: Path, run_dir: Path, sockets:
     )
     for name, roles in workers.items():
         arguments = ["worker", str(model_dir), "--served-name", served, "--roles", roles, "--worker-id", name]
-        arguments += ["--threads", str(threads), "--run-dir", str(sockets / name), "--executor", options.executor]
+        arguments += ["--threads", str(threads), "--run-dir", str(sockets), "--executor", options.executor]
         if options.dtype:
             arguments += ["--dtype", options.dtype]
         if options.num_blocks:

@@ -1,13 +1,15 @@
 """`epd worker`, `epd gateway` and `epd etcd`: one role in the foreground, until SIGTERM or Ctrl-C."""
 
 import asyncio
+import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from common import config
 from common.errors import Unavailable
+from common.log import setup_logging
 from common.models.fetch import find_model
 
 
@@ -21,7 +23,8 @@ def worker(model: str, file: str, options: Mapping[str, Any]) -> None:
         path = find_model(model)
         chosen["engine.model_dir"] = str(path)
         chosen["engine.served_name"] = options.get("engine.served_name") or path.name
-    _run(run_worker(config.load(WorkerSettings, "worker", file=file, options=chosen)))
+    settings = config.load(WorkerSettings, "worker", file=file, options=chosen)
+    _run("+".join(settings.roles), run_worker(settings))
 
 
 def gateway(models: list[str], file: str, options: Mapping[str, Any]) -> None:
@@ -32,7 +35,7 @@ def gateway(models: list[str], file: str, options: Mapping[str, Any]) -> None:
     chosen = dict(options)
     if models:
         chosen["models"] = dict(_named(model) for model in models)
-    _run(run_gateway(config.load(GatewaySettings, "gateway", file=file, options=chosen)))
+    _run("gateway", run_gateway(config.load(GatewaySettings, "gateway", file=file, options=chosen)))
 
 
 def etcd(address: str, data_dir: Path) -> None:
@@ -69,6 +72,7 @@ def _named(model: str) -> tuple[str, str]:
     return name or directory.name, str(directory)
 
 
-def _run(service: Any) -> None:
-    """Runs a role's coroutine; it installs its own signal handlers and returns when it has drained."""
-    asyncio.run(service)
+def _run(service: str, running: Coroutine[Any, Any, None]) -> None:
+    """Runs a role; it installs its own signal handlers and returns when it has drained."""
+    setup_logging(service, level=os.environ.get("EPD_LOG_LEVEL", "INFO"))
+    asyncio.run(running)

@@ -25,6 +25,7 @@ from services.supervisor import Supervisor
 
 ROUTABLE_SECONDS = 300.0
 ETCD_SECONDS = 15.0
+PATIENCE = 4  # lives of a process that never comes up
 QUESTION = "What is the capital of France?"
 _COLORS = {"waiting": "dim", "running": "green", "restarting": "yellow", "ended": "dim"}
 
@@ -87,8 +88,10 @@ class _Mesh:
             if not options.etcd:
                 supervisor.start("etcd")
                 await self._or_failure(_reachable(self.etcd, ETCD_SECONDS))
+            supervisor.patience = PATIENCE
             supervisor.start("gateway", *workers)
             await self._or_failure(self._wait_routable())
+        supervisor.patience = None
         took = time.monotonic() - self.started
         self.console.print(f"[green]ready[/green] after {took:.1f} s", highlight=False)
         await self._or_failure(self._first_question())
@@ -160,6 +163,11 @@ class _Mesh:
             '[dim]In another terminal: epd chat · epd generate "…" · epd status · epd trace ID. Ctrl-C ends.[/dim]',
             highlight=False,
         )
+
+    def _display(self) -> contextlib.AbstractContextManager[object]:
+        if not self.console.is_terminal:
+            return contextlib.nullcontext()
+        return Live(console=self.console, refresh_per_second=8, transient=True, get_renderable=self._table)
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, show_header=False)
