@@ -16,7 +16,8 @@ from common.policies.handoff import owner, puller, tables
 from common.policies.handoff.tables import Attempts
 from common.policies.handoff.terms import End, Refusal
 from common.transfer.key import TransferKey
-from tests.unit.handoff.world import END, OPERATIONS, InvariantBroken, World, run_history
+from tests.unit.handoff.sim_pool import END, InvariantBroken
+from tests.unit.handoff.world import OPERATIONS, World, run_history
 
 HISTORIES = int(os.environ.get("EPD_HISTORIES", "2000"))
 MUTANT_HISTORIES = 6000  # within which each mutant must be caught; most are within some dozens

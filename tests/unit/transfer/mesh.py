@@ -73,10 +73,13 @@ class Table(PublicationTable):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.happened = asyncio.Condition()
+        self._notices: set[asyncio.Task[None]] = set()
 
     def _carry_out(self, outcome: Any) -> None:
         super()._carry_out(outcome)
-        asyncio.get_running_loop().create_task(self._notify())  # noqa: RUF006
+        task = asyncio.get_running_loop().create_task(self._notify())
+        self._notices.add(task)
+        task.add_done_callback(self._notices.discard)
 
     async def _notify(self) -> None:
         async with self.happened:
