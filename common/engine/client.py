@@ -1,6 +1,6 @@
 """The service's side of its engine."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 from common.cache.keys import KvLayout
@@ -8,8 +8,12 @@ from common.engine.messages import AnyCommand, AnyEvent, Blocks, Inspected, Load
 from common.transfer.pool_memory import PoolMemory
 
 
-class EngineStream(AsyncIterator[AnyEvent], Protocol):
+class EngineStream(Protocol):
     """Events of one sequence in order; ends after Done, Failed or (without decode and publish) Prefilled."""
+
+    def __aiter__(self) -> "EngineStream": ...
+
+    async def __anext__(self) -> AnyEvent: ...
 
     def drain(self) -> list[AnyEvent]:
         """Events that are already there, without waiting."""

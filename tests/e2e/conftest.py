@@ -1,0 +1,69 @@
+"""One etcd for all end-to-end tests, and meshes that tests of the same form share."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from common.registry.settings import EtcdSettings
+from tests.checkpoints import tiny_checkpoint
+from tests.etcd import etcd_server
+from tests.mesh import LocalMesh
+from tests.tokenizer import save_tokenizer
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """checkpoint(architecture): a tiny random one with a tokenizer, made once."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        if architecture not in made:
+            directory = tmp_path_factory.mktemp(architecture)
+            made[architecture] = save_tokenizer(tiny_checkpoint(architecture, directory))
+        return made[architecture]
+
+    return make
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    async with etcd_server(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+class Meshes:
+    """Meshes by their options, started when first asked for and kept until the end of the tests."""
+
+    def __init__(self, etcd: Any, checkpoint: Callable[[str], Path], directory: Path) -> None:
+        self._etcd, self._checkpoint, self._directory = etcd, checkpoint, directory
+        self._kept: dict[str, LocalMesh] = {}
+        self._stack = AsyncExitStack()
+        self._count = 0
+
+    def make(self, architecture: str = "llama", **options: Any) -> LocalMesh:
+        """A mesh of its own, to be entered by the test."""
+        self._count += 1
+        settings: EtcdSettings = self._etcd.settings(prefix=f"/epd-{self._count}")
+        run_dir = self._directory / str(self._count)
+        return LocalMesh(settings, self._checkpoint(architecture), run_dir, **options)
+
+    async def get(self, architecture: str = "llama", **options: Any) -> LocalMesh:
+        """A shared one; a test leaves it as idle as it found it."""
+        key = f"{architecture} {sorted(options.items())}"
+        if key not in self._kept:
+            self._kept[key] = await self._stack.enter_async_context(self.make(architecture, **options))
+        return self._kept[key]
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def meshes(etcd: Any, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Meshes]:
+    kept = Meshes(etcd, checkpoint, tmp_path_factory.mktemp("run"))
+    yield kept
+    await kept.close()
