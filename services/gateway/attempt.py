@@ -108,9 +108,11 @@ class Attempt:
                 if message is grpc.aio.EOF:
                     raise call.lost("ended in mid-stream")
                 kind = message.WhichOneof("event")
+                if kind == "accepted":
+                    continue
+                if self._prefill is not None and not self._first_tokens.is_set():
+                    await self._first_tokens.wait()
                 if kind == "tokens":
-                    if self._prefill is not None and not self._first_tokens.is_set():
-                        await self._first_tokens.wait()
                     stopped = self._deliver(message.tokens.choices)
                     if stopped:
                         self._tell_finished(worker, stopped)
@@ -205,4 +207,5 @@ class Attempt:
             tenant=request.tenant,
             priority=request.priority,
             source=source,
+            stream_interval=request.stream_interval,
         )

@@ -21,7 +21,7 @@ from services.gateway.choice import Choice
 from services.gateway.observe import Observer
 from services.gateway.orchestrator import Orchestrator
 from services.gateway.outbox import Outbox
-from services.gateway.preprocess import Preprocessor, Prepared
+from services.gateway.preprocess import Prepared, Preprocessor
 from services.gateway.settings import GatewaySettings
 
 

@@ -10,7 +10,6 @@ from common import telemetry
 from common.errors import InvalidArgument
 from common.models.tokenizer import Tokenizer
 from common.registry.etcd import EtcdRegistry
-from common.registry.settings import EtcdSettings
 from common.rpc.lag import LoopLag
 from common.rpc.server import Server, make_server
 from common.span_store import SpanStore
@@ -32,7 +31,7 @@ _LAST_SECONDS = 2.0  # for cancelled calls to tell their clients, after the drai
 class Gateway:
     """Start, serve, drain, stop. Several may live in one process (tests).
 
-    With `settings.etcd` empty no registry is watched and the caller feeds `fleet.update` (tests).
+    Without `settings.etcd` no registry is watched and the caller feeds `fleet.update` (tests).
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -93,14 +92,14 @@ class Gateway:
         service = GenerationService(self.generator, self.fleet)
         server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, GENERATION_SERVICE)
         server.add(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces, "epd.v1.TraceService")
-        await server.start(settings.grpc)
+        await server.start(settings.grpc_bind)
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
         edge = HttpEdge(self.generator, self.fleet, traces, tel)
         self._http = HttpServer(edge.app)
-        await self._http.start(settings.http)
+        await self._http.start(settings.http_bind)
         cleanup.push_async_callback(self._http.stop, _LAST_SECONDS)
-        if settings.etcd:
-            registry = EtcdRegistry(EtcdSettings(endpoints=tuple(settings.etcd.split(","))), tel.metrics)
+        if settings.etcd is not None:
+            registry = EtcdRegistry(settings.etcd, tel.metrics)
             cleanup.push_async_callback(registry.close)
             await registry.start()
             await registry.watch(self.fleet.update)

@@ -5,16 +5,17 @@ import msgspec
 
 from common.policies.routing import RoutingPolicy
 from common.policies.slo import SloTarget
+from common.registry.settings import EtcdSettings
 from common.rpc.tls import TlsOptions
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """All knobs of one gateway; durations in seconds."""
 
-    models: dict[str, str]  # served name to the directory with its tokenizer
-    grpc: str = "127.0.0.1:50051"  # port 0: a free one
-    http: str = "127.0.0.1:8000"
-    etcd: str = "127.0.0.1:2379"
+    models: dict[str, str] = {}  # served name to the directory with its tokenizer
+    grpc_bind: str = "127.0.0.1:50051"  # port 0: a free one
+    http_bind: str = "127.0.0.1:8000"
+    etcd: EtcdSettings | None = EtcdSettings()  # None: no registry; whoever made the gateway feeds its fleet (tests)
     salt_secret: str = ""  # tenant salts derive from it; empty: no salt. Gateways of one mesh share it
     max_in_flight: int = 256  # requests at once; more are refused with Overloaded
     max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own
