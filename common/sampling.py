@@ -51,13 +51,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.top_logprobs is not None:
             _range("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidArgument(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", field="logit_bias")
+            raise InvalidArgument(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", field="logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             _range("logit_bias token id", token, 0, vocab_size - 1, field="logit_bias")
             _range("logit_bias value", bias, -100, 100, field="logit_bias")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidArgument(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}", field="stop_token_ids"
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}",
+                field="stop_token_ids",
             )
         for token in self.stop_token_ids:
             _range("stop_token_ids", token, 0, vocab_size - 1)
@@ -92,3 +95,18 @@ class ChoiceTokens(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None  # "stop" | "length", with the last token
     stop_token_id: int | None = None  # the token that ended it, when one did
+
+
+def merge(parts: list[ChoiceTokens]) -> list[ChoiceTokens]:
+    """One entry a choice, tokens in order."""
+    merged: dict[int, ChoiceTokens] = {}
+    for part in parts:
+        into = merged.get(part.choice)
+        if into is None:
+            merged[part.choice] = part
+            continue
+        into.token_ids += part.token_ids
+        if part.logprobs is not None:
+            into.logprobs = (into.logprobs or []) + part.logprobs
+        into.finish_reason, into.stop_token_id = part.finish_reason, part.stop_token_id
+    return list(merged.values())

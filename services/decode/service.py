@@ -1,6 +1,6 @@
 """DecodeService: KV cache to tokens. The only file of this role that knows protobuf."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import grpc
 import msgspec
@@ -11,7 +11,7 @@ from common.engine.messages import Cancel, Commit, Done, Failed, Finish, Reserve
 from common.errors import EngineFailed, InvalidArgument
 from common.rpc import wire
 from common.rpc.worker_context import WorkerContext, engine_error
-from common.sampling import ChoiceTokens, SamplingParams
+from common.sampling import ChoiceTokens, SamplingParams, merge
 from common.transfer.key import TransferKey
 from common.transfer.puller import Puller, PullResult, PullTarget
 from epd.v1 import decode_pb2, decode_pb2_grpc
@@ -43,21 +43,21 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 if stream is None:
                     yield run.finished(Done(seq=run.seq, cached_tokens=0))
                     return
+                batcher = _Batcher(request.stream_interval)
                 async for event in stream:
-                    tokens: list[ChoiceTokens] = []
                     done: Done | None = None
                     # One message for all that is there: a stream slower than the engine coalesces by itself.
                     for item in (event, *stream.drain()):
                         match item:
                             case Tokens():
-                                tokens.extend(choice for _, choice in item.items)
+                                batcher.add(choice for _, choice in item.items)
                             case Done():
                                 done = item
                             case Failed():
                                 raise engine_error(item)
                             case Started():
                                 pass
-                    if tokens:
+                    if tokens := batcher.take(everything=done is not None):
                         yield decode_pb2.DecodeResponse(
                             tokens=decode_pb2.DecodeTokens(choices=wire.all_to_proto(tokens))
                         )
@@ -79,6 +79,32 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if seq is not None:  # else it ended by itself meanwhile
             self._worker.engine.send(Finish(seq=seq, choices=list(request.choices)))
         return decode_pb2.FinishResponse()
+
+
+class _Batcher:
+    """Holds tokens until some choice has enough of them for a message, or has ended; the first go at once."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._held: list[ChoiceTokens] = []
+        self._first = True
+
+    def add(self, tokens: Iterable[ChoiceTokens]) -> None:
+        self._held.extend(tokens)
+
+    def take(self, *, everything: bool) -> list[ChoiceTokens]:
+        if not self._held:
+            return []
+        self._held = merge(self._held)
+        due = (
+            everything
+            or self._first
+            or any(len(each.token_ids) >= self._interval or each.finish_reason for each in self._held)
+        )
+        if not due:
+            return []
+        held, self._held, self._first = self._held, [], False
+        return held
 
 
 class _Run:
