@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 import msgspec
 from google.protobuf import json_format
-from rich.console import Console
 
 from common.errors import EpdError
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands.client import dial, gateway_address
-from services.commands.render import hops_table
+from services.commands.render import hops_table, make_console
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +73,12 @@ async def generate(address: str, prompt: str, question: Question, *, as_json: bo
         for index, text in sorted(texts.items()):
             print(f"[{index}] {text}")
     if timing:
-        Console(stderr=True).print(hops_table(response.accounting))
+        make_console(stderr=True).print(hops_table(response.accounting))
 
 
 def chat(address: str, question: Question, system: str) -> None:
     """A conversation. The session keeps it on the worker that has its prefix."""
-    console = Console()
+    console = make_console()
     history: list[tuple[str, str]] = [("system", system)] if system else []
     with asyncio.Runner() as runner:
         target = gateway_address(address)
@@ -120,7 +119,7 @@ async def _turn(target: str, request: generation_pb2.GenerateRequest, timeout: f
                 print(choice.text, end="", flush=True)
     timing, usage = response.accounting, response.usage
     print()
-    Console().print(
+    make_console().print(
         f"[dim]{usage.completion_tokens} tokens, first after {timing.ttft_seconds * 1000:.0f} ms, "
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, trace {timing.trace_id}[/dim]",
         highlight=False,

@@ -5,14 +5,13 @@ import re
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.console import Console
 
 from common.errors import Unavailable, UnknownId
 from common.rpc.channel import connect
 from common.rpc.errors import from_rpc
 from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.commands.client import dial, gateway_address
-from services.commands.render import status_table, waterfall
+from services.commands.render import make_console, status_table, waterfall
 from services.commands.workers import registered_workers
 
 _TIMEOUT_SECONDS = 5.0
@@ -20,7 +19,7 @@ _TIMEOUT_SECONDS = 5.0
 
 async def status(address: str, etcd: str) -> None:
     """Models of the gateway, then every registered worker's own report."""
-    console = Console()
+    console = make_console()
     gateway = gateway_address(address)
     async with dial(gateway) as channel:
         models = await generation_pb2_grpc.GenerationServiceStub(channel).ListModels(
@@ -64,7 +63,8 @@ async def trace(address: str, identifier: str) -> None:
             f"no span of {identifier} is remembered; every process keeps the most recent ones only, and unsampled "
             "requests have none"
         )
-    Console().print(waterfall(answer.spans))
+    console = make_console()
+    console.print(waterfall(answer.spans, console.width))
 
 
 async def health(address: str, service: str) -> None:

@@ -5,19 +5,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from common.errors import InvalidArgument
 from common.models import checkpoint, fetch
 from common.models.catalog import models_dir
+from services.commands.render import make_console
 
 
 @contextmanager
 def progress_bar(model: str) -> Iterator[checkpoint.Progress]:
     """A bar on stderr for as long as something takes time."""
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -47,7 +47,7 @@ def show_list() -> None:
     for model in fetch.list_models():
         path = str(model.path) if model.path else f"not here; epd models get {model.name}"
         table.add_row(model.name, f"{model.size / 1e6:,.0f}", model.source, path, model.description)
-    Console().print(table)
+    make_console().print(table)
 
 
 def convert(gguf: Path, name: str) -> Path:

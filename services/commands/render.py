@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -9,6 +10,15 @@ from epd.v1 import generation_pb2, trace_pb2, types_pb2, worker_pb2
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BAR_WIDTH = 28
+_PLAIN_WIDTH = 120  # columns when the output is no terminal
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console whose tables are not squeezed when they go into a file."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PLAIN_WIDTH)
+    return console
 
 
 def bar(start: float, length: float, width: int = BAR_WIDTH) -> str:
@@ -66,23 +76,30 @@ def _hop_key(hop: types_pb2.HopTiming) -> tuple[str, str]:
     return hop.name, hop.where
 
 
-def waterfall(spans: Sequence[trace_pb2.Span]) -> Table:
-    """Spans of one trace as a tree over a common time line. Times of other machines are as their clocks say."""
+def waterfall(spans: Sequence[trace_pb2.Span], width: int) -> Table:
+    """Spans of one trace as a tree over a common time line, in `width` columns.
+
+    Times of other machines are as their clocks say.
+    """
     origin = min(span.start_unix_nanos for span in spans)
     length = max(1, max(span.end_unix_nanos for span in spans) - origin)
     table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left", title_style="bold")
     table.title = f"trace {spans[0].trace_id}, {milliseconds(length / 1e9)} ms, {len(spans)} spans"
-    table.add_column("span", no_wrap=True)
-    table.add_column("service", style="dim", no_wrap=True)
-    table.add_column("at ms", justify="right")
-    table.add_column("ms", justify="right")
-    table.add_column("", no_wrap=True)
-    for depth, span in tree_order(spans):
-        start, end = span.start_unix_nanos - origin, max(span.end_unix_nanos, span.start_unix_nanos) - origin
-        name = Text("  " * depth + span.name)
+    rows = tree_order(spans)
+    names = [Text("  " * depth + span.name.removeprefix("epd.v1.")) for depth, span in rows]
+    for name, (_, span) in zip(names, rows, strict=True):
         if span.error:
             name.append(f" {span.error}", style="red")
-        drawn = Text(bar(start / length, (end - start) / length, 40), style="red" if span.error else "cyan")
+    services = max(len(span.service) for span in spans)
+    bars = max(12, width - max(len(name) for name in names) - services - 22)
+    table.add_column("span", no_wrap=True)
+    table.add_column("service", style="dim", no_wrap=True)
+    table.add_column("at ms", justify="right", no_wrap=True, min_width=6)
+    table.add_column("ms", justify="right", no_wrap=True, min_width=6)
+    table.add_column("", no_wrap=True)
+    for name, (_, span) in zip(names, rows, strict=True):
+        start, end = span.start_unix_nanos - origin, max(span.end_unix_nanos, span.start_unix_nanos) - origin
+        drawn = Text(bar(start / length, (end - start) / length, bars), style="red" if span.error else "cyan")
         table.add_row(name, span.service, milliseconds(start / 1e9), milliseconds((end - start) / 1e9), drawn)
     return table
 
@@ -109,20 +126,22 @@ def _start(span: trace_pb2.Span) -> int:
 
 def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str]]) -> Table:
     """One row a worker: (name, its status, or why there is none)."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("worker", "roles", "life", "executor", "model", "blocks free·cached·active·held / total"):
-        table.add_column(heading)
-    for heading in ("run", "wait", "pulls", "spans", "steps", "lag p99 ms", "MiB"):
-        table.add_column(heading, justify="right")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("worker", "roles", "life", "executor", "blocks"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("run", "wait", "pulls", "steps", "lag ms", "MiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("integrity")
+    table.caption = (
+        "blocks: free·cached·active·held/total. pulls: open here/open from here. lag: event loop, p99 of a minute"
+    )
+    table.caption_justify = "left"
     for name, status in workers:
         if isinstance(status, str):
             table.add_row(name, Text(status, style="red"))
             continue
         load = status.load
-        blocks = (
-            f"{load.free_blocks}·{load.cached_blocks}·{load.active_blocks}·{load.held_blocks} / {load.total_blocks}"
-        )
+        blocks = f"{load.free_blocks}·{load.cached_blocks}·{load.active_blocks}·{load.held_blocks}/{load.total_blocks}"
         clean = not status.integrity_errors
         state = Text("clean" if clean else status.integrity_errors[0], style="green" if clean else "red")
         if not status.healthy:
@@ -131,15 +150,13 @@ def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str
             state = Text("draining ", style="yellow").append_text(state)
         table.add_row(
             name,
-            ",".join(status.roles),
-            status.identity.incarnation[:8],
+            "+".join(status.roles),
+            status.identity.incarnation[:6],
             status.executor,
-            f"{status.layout.model} {status.layout.dtype}",
             blocks,
             str(load.running),
             str(load.waiting),
             f"{status.open_pulls}/{status.open_publications}",
-            str(status.open_spans),
             str(status.engine_steps),
             milliseconds(status.loop_lag_p99_seconds),
             f"{status.resident_bytes / 2**20:,.0f}",

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import grpc
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +18,7 @@ from common.rpc.channel import connect
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands import models
 from services.commands.mesh import MeshOptions, check_ports, free_port, process_specs, threads_per_worker
-from services.commands.render import hops_table
+from services.commands.render import hops_table, make_console
 from services.commands.run_dir import MeshState, RunDir, default_run_dir
 from services.supervisor import Supervisor
 
@@ -49,7 +48,7 @@ class _Mesh:
         self.run_dir = run
         self.etcd = options.etcd or f"127.0.0.1:{free_port()}"
         self.served = options.served_name or model_dir.name
-        self.console = Console()
+        self.console = make_console()
         self.ready_fd = ready_fd
         self.started = time.monotonic()
         self.routable = ""  # what is still missing, for the display
