@@ -190,6 +190,10 @@ class Telemetry:
         span.end(start + round(max(0.0, duration_seconds) * 1e9))
         return span
 
+    async def flush(self, timeout_seconds: float = 10.0) -> None:
+        """Exports the spans that have ended, for at most this long."""
+        await asyncio.to_thread(self._provider.force_flush, round(timeout_seconds * 1000))
+
     def close(self, timeout_seconds: float = 3.0) -> None:
         """Exports what is left, for at most this long. Blocks: on an event loop use `shutdown`."""
         # A thread of its own, daemonic: with the collector away the exporter may take longer than we wait.
