@@ -31,9 +31,7 @@ from epd.v1 import (
 
 MODEL = "fake"
 EOS = 256  # of the byte tokenizer in tests/tokenizers.py
-LAYOUT = KvLayout(
-    model=MODEL, revision="r1", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16
-)
+LAYOUT = KvLayout(model=MODEL, revision="r1", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16)
 # (choice, position in the output) -> token id
 Script = Callable[[int, int], int]
 

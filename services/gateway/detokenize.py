@@ -45,8 +45,9 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For any tokenizer: decodes a short window of ids and takes what it has gained over the last one.
 
-    The window starts at the ids that gave the last text, since a decoder may treat the start of its input differently (it cuts
-    a leading space), and ends with those that are not a whole character yet. Its length is bounded, so a token costs O(1).
+    The window starts at the ids that gave the last text, since a decoder may treat the start of its input differently
+    (it cuts a leading space), and ends with those that are not a whole character yet. Its length is bounded, so a token
+    costs O(1). Where a decoder spoils valid characters for an invalid byte after them, those that were whole stay whole.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
@@ -58,23 +59,28 @@ class WindowDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         self._ids.extend(i for i in token_ids if i not in self._skip)
-        if len(self._ids) == self._shown:
-            return ""
-        text = self._decode(self._ids, skip_special_tokens=False)
-        if text.endswith(_BROKEN) and len(self._ids) - self._shown < _PENDING_TOKENS:
-            return ""
-        return self._advance(text)
+        pending = len(self._ids) - self._shown
+        for back in range(min(pending, _PENDING_TOKENS)):
+            end = len(self._ids) - back
+            text = self._decode(self._ids[:end], skip_special_tokens=False)
+            # The fourth id from the end cannot be waiting for more: what is broken there stays broken.
+            if not text.endswith(_BROKEN) or back + 1 == _PENDING_TOKENS:
+                return self._advance(end, text)
+        return ""
 
     def flush(self) -> str:
         if len(self._ids) == self._shown:
             return ""
-        return self._advance(self._decode(self._ids, skip_special_tokens=False))
+        return self._advance(len(self._ids), self._decode(self._ids, skip_special_tokens=False))
 
-    def _advance(self, text: str) -> str:
-        gained = text[len(self._text) :]
+    def _advance(self, end: int, text: str) -> str:
+        if text.startswith(self._text):
+            gained = text[len(self._text) :]
+        else:
+            gained = self._decode(self._ids[self._shown : end], skip_special_tokens=False)
         if gained:
             # The ids shown now are the context of the next; those before them have done their part.
             self._ids = self._ids[self._shown :]
-            self._shown = len(self._ids)
-            self._text = self._decode(self._ids, skip_special_tokens=False)
+            self._shown = end - self._shown
+            self._text = self._decode(self._ids[: self._shown], skip_special_tokens=False)
         return gained

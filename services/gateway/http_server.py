@@ -24,7 +24,13 @@ class HttpServer:
     def __init__(self, app: Any) -> None:
         # The last client to go is waited for by `stop`, not by uvicorn.
         self._config = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, lifespan="off", timeout_keep_alive=30, ws="none"
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=30,
+            ws="none",
         )
         self._server = _Server(self._config)
         self._task: asyncio.Task[None] | None = None

@@ -127,7 +127,9 @@ async def test_b3_killed_worker_is_marked_down_and_replaced(mesh: Mesh) -> None:
     assert (await task).texts == {0: letters(0, 10)}
     fleet = mesh.gateway.fleet
     assert not fleet.get(chosen.record.worker_id).up
-    assert {view.worker_id for view in fleet.snapshot("fake")} == {w.record.worker_id for w in workers if w is not chosen}
+    assert {view.worker_id for view in fleet.snapshot("fake")} == {
+        w.record.worker_id for w in workers if w is not chosen
+    }
     assert (await generate(mesh, ask(max_tokens=5))).accounting.attempts == 1
 
 
