@@ -181,7 +181,7 @@ class EngineCore:
             self._emit(
                 msg.Reserved(
                     seq=sequence.seq,
-                    blocks=sequence.reserved,
+                    blocks=list(sequence.reserved),
                     generations=[self.pool.generation(block) for block in sequence.reserved],
                     hit_blocks=sequence.hit_blocks,
                     wait_seconds=sequence.timings.queue,
@@ -192,7 +192,7 @@ class EngineCore:
                 msg.Started(
                     seq=sequence.seq,
                     cached_tokens=sequence.cached_tokens,
-                    blocks=sequence.leader.blocks,
+                    blocks=list(sequence.leader.blocks),
                     generations=[self.pool.generation(block) for block in sequence.leader.blocks],
                     queue_seconds=sequence.timings.queue,
                     lookup_seconds=sequence.timings.lookup,

@@ -97,12 +97,20 @@ class Scheduler:
         return batching.Running(id(choice), not choice.prefilling, choice.pending, sequence.priority, sequence.arrival)
 
     def _newcomers(self) -> Iterator[batching.Newcomer]:
-        publish_open = 2 * self._pool.published < self._pool.num_blocks
+        # Published blocks, those under way too, stay within half of the pool; a larger prompt waits to be the only one.
+        publishing = self._pool.published + sum(
+            len(choice.blocks) for choice in self.running if choice.prefilling and choice.sequence.publish
+        )
+        full = False
         for choice in self.waiting:
             if self.reserving and not choice.preemptions:
                 return  # a reservation holds up another worker's blocks: nothing new may overtake it
-            if choice.sequence.publish and not publish_open and not choice.sequence.started:
-                continue
+            if choice.sequence.publish:
+                wanted = self._limits.blocks(choice.length)
+                full |= publishing > 0 and 2 * (publishing + wanted) > self._pool.num_blocks
+                if full:
+                    continue
+                publishing += wanted
             hits = self._hits(choice)
             spares = _spares(choice)
             yield batching.Newcomer(
