@@ -66,7 +66,7 @@ class Publication:
 
     def chunk(self, step: int, start: int, end: int, last: bool) -> None:
         """The engine is about to compute tokens [start, end) in `step`."""
-        if self._watcher is None or self.released.is_set():
+        if self._watcher is None or self.released.is_set() or not self._table.overlap:
             return
         self._chunks.put_nowait((step, start, end, last))
 
@@ -124,9 +124,18 @@ class Publication:
 class PublicationTable:
     """All publications of one life of a worker."""
 
-    def __init__(self, identity: Identity, engine: OwnerEngine, *, limits: HandoffLimits | None = None) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        engine: OwnerEngine,
+        *,
+        overlap: bool = True,
+        limits: HandoffLimits | None = None,
+    ) -> None:
+        """overlap False: nothing is readable before prefill has finished, the baseline of the overlap bench."""
         self.identity = identity
         self.engine = engine
+        self.overlap = overlap
         self.limits = limits or HandoffLimits()
         self._table = OwnerTable(identity, engine.layout.num_layers, self.limits)
         self._publications: dict[TransferKey, Publication] = {}

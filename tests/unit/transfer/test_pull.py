@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from common.cache.keys import token_hash
-from common.policies.handoff.terms import HandoffLimits
+from common.policies.handoff.terms import HandoffLimits, Watermark
 from common.transfer import pull
 from tests.unit.transfer.mesh import BLOCK_SIZE, BLOCKS, LAYERS, LAYOUT, TOKENS, Mesh, first_token, new_key
 
@@ -140,3 +140,20 @@ async def test_throttled_pull_is_paced(mesh: Mesh, channel: str) -> None:
     result = await side.pull(owner, key)
     assert side.has(owner)
     assert result.total_seconds >= 0.2  # a floor, not a speed: the link cannot be faster
+
+
+async def test_without_overlap_nothing_is_read_before_the_end(mesh: Mesh) -> None:
+    """The serial baseline of the overlap bench; waiting for prefill is no stall."""
+    owner, side, key = await mesh.owner(), mesh.puller(), new_key()
+    owner.table.overlap = False
+    publication = owner.publish(key)
+    pulling = side.pull(owner, key)
+    await owner.table.until(lambda: owner.table.state(key).streaming)
+    owner.engine.fill(BLOCKS)
+    owner.start_computing(publication)
+    publication.chunk(1, 0, 70, last=True)
+    await owner.engine.reach(1)
+    assert owner.table.state(key).ready == Watermark()
+    publication.finished(first_token(), len(TOKENS), token_hash(TOKENS))
+    assert (await pulling).bytes_read == ALL_BYTES
+    assert side.has(owner)
