@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -74,7 +74,7 @@ class Child:
 
 
 class Supervisor:
-    """Runs `python -m services.cli <arguments>` for every spec. Start it from the main thread (see common.process)."""
+    """Runs `epd <arguments>` for every spec. Start it from the main thread (see common.process)."""
 
     def __init__(
         self,
@@ -82,11 +82,15 @@ class Supervisor:
         log_dir: Path,
         report: Callable[[str], None] = lambda _: None,
         changed: Callable[[], None] = lambda: None,
+        command: Sequence[str] = (sys.executable, "-P", "-m", "services.cli"),
     ) -> None:
-        """report: told of every death and restart, in words. changed: called whenever a child's state has changed."""
+        """command: what the arguments of a spec follow; -P since the working directory may hold folders named as ours.
+
+        report: told of every death and restart, in words. changed: called whenever a child's state has changed."""
         self.children = {spec.name: Child(spec, log_dir / f"{spec.name}.log") for spec in specs}
         self.stopping = False
         self.patience: int | None = None  # a child that ends this often in a row fails for good; None: never
+        self._command = tuple(command)
         self._report = report
         self._changed = changed
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -159,10 +163,7 @@ class Supervisor:
         with child.log.open("ab") as log:
             # A session of its own: Ctrl-C in the terminal reaches only us, and we end the children in order.
             child.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # the working directory may hold folders that are named as ours
-                "-m",
-                "services.cli",
+                *self._command,
                 *child.spec.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

@@ -90,7 +90,7 @@ def waterfall(spans: Sequence[trace_pb2.Span], width: int) -> Table:
     for name, (_, span) in zip(names, rows, strict=True):
         if span.error:
             name.append(f" {span.error}", style="red")
-    services = max(len(span.service) for span in spans)
+    services = max(len("service"), *(len(span.service) for span in spans))
     bars = max(12, width - max(len(name) for name in names) - services - 22)
     table.add_column("span", no_wrap=True)
     table.add_column("service", style="dim", no_wrap=True)

@@ -77,8 +77,8 @@ class _Mesh:
         workers = options.workers
         threads = options.threads or threads_per_worker(len(workers), available_cores())
         self.console.print(
-            f"{self.served}: {len(workers)} workers with {threads} thread{'s' * (threads > 1)} each on "
-            f"{available_cores()} cores; logs in {self.run_dir.logs}",
+            f"{self.served}: workers {', '.join(workers)} on {available_cores()} cores, threads of each: {threads}; "
+            f"logs in {self.run_dir.logs}",
             highlight=False,
         )
         with Live(
