@@ -87,6 +87,7 @@ class FakeWorker(
         self.blocks: list[worker_pb2.BlockEvents] = [
             worker_pb2.BlockEvents(sequence=0, snapshot_start=True, snapshot_end=True)
         ]
+        self.next_blocks: list[worker_pb2.BlockEvents] = []  # instead of `blocks` from the next watch on
         self.watches: list[worker_pb2.WatchRequest] = []
         self.accept = asyncio.Event()  # cleared: calls are not even accepted
         self.accept.set()
@@ -152,6 +153,7 @@ class FakeWorker(
         self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         self.watches.append(request)
+        self.blocks, self.next_blocks = self.next_blocks or self.blocks, []
         sent = 0
         await self.note()
         while True:
