@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -85,7 +86,9 @@ class Worker:
 
         server = self._server = make_server(telemetry=tel)
         identity = Identity(settings.worker_id or f"{'-'.join(settings.roles)}-{os.getpid()}", new_incarnation())
-        publications = self._publications = PublicationTable(identity, engine)
+        publications = self._publications = PublicationTable(
+            identity, engine, overlap=settings.pull_overlap, limits=settings.handoff
+        )
         # Shared by all workers of this host and user: how they find out that they are neighbours.
         run_dir = settings.run_dir or os.path.join(tempfile.gettempdir(), f"epd-{os.geteuid()}")
         shm: ShmServer | None = None
@@ -97,10 +100,11 @@ class Worker:
             identity,
             engine.pool,
             engine.layout,
-            connect,
+            functools.partial(connect, keepalive_seconds=settings.keepalive_seconds),
             channels=settings.channels,
             run_dir=run_dir,
             bytes_per_second=settings.throttle_bytes_per_second,
+            limits=settings.handoff,
         )
         cleanup.push_async_callback(puller.close)
         record = WorkerRecord(

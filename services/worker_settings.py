@@ -5,7 +5,9 @@ import socket
 import msgspec
 
 from common.engine.settings import EngineSettings
+from common.policies.handoff.terms import HandoffLimits
 from common.registry.settings import EtcdSettings
+from common.rpc.channel import KEEPALIVE_SECONDS
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +23,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""  # 0700, of the shm channel's sockets; the same for all workers of a host. Default: in /tmp
     channels: tuple[str, ...] = ("shm", "grpc")  # allowed for transfers, best first
     throttle_bytes_per_second: float = 0.0  # of all pulls of a worker together; 0: as fast as it goes
+    pull_overlap: bool = True  # False: pull only after prefill has finished, as a baseline
+    handoff: HandoffLimits = HandoffLimits()
+    keepalive_seconds: float = KEEPALIVE_SECONDS  # towards workers that are pulled from
     otlp_endpoint: str = ""
     trace_sample_ratio: float = 1.0
     metrics_port: int = -1  # -1: none, 0: any free one

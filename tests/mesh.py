@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from common.engine.settings import EngineSettings
 from common.registry.settings import EtcdSettings
 from common.rpc.channel import connect
@@ -72,7 +74,61 @@ def request(prompt: Sequence[int] | str, *, n: int = 1, stop: Sequence[str] = ()
     return made
 
 
-class LocalMesh:
+class MeshClient:
+    """What tests do with a mesh, whatever it is made of. `connect` it to its gateway first."""
+
+    channel: Any
+    stub: Any
+
+    async def connect(self, address: str) -> None:
+        self.channel = connect(address)
+        self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
+
+    async def generate(self, prompt: Sequence[int] | str, **options: Any) -> Answer:
+        return await collect(self.open(prompt, **options))
+
+    def open(self, prompt: Sequence[int] | str, *, timeout: float = PATIENCE_SECONDS, **options: Any) -> Any:
+        """The stream of one request, to be read by the test."""
+        return self.stub.Generate(request(prompt, **options), timeout=timeout)
+
+    async def routable_workers(self) -> tuple[int, int]:
+        """Prefill and decode workers that the gateway can send requests to; (0, 0) too while it cannot be reached."""
+        try:
+            models = (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return 0, 0
+        return (models[0].prefill_workers, models[0].decode_workers) if models else (0, 0)
+
+    async def settled(self) -> None:
+        """Waits until nothing is left of any request; fails with what is."""
+        left: list[str] = ["not looked yet"]
+        try:
+            async with asyncio.timeout(10):
+                while left:
+                    left = await self.leftovers()
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"left behind: {left}") from None
+
+    async def leftovers(self) -> list[str]:
+        """What an idle mesh must not have."""
+        raise NotImplementedError
+
+
+def left_in(name: str, status: worker_pb2.GetStatusResponse) -> list[str]:
+    """What an idle worker must not have: broken counts, held or active blocks, open publications and pulls."""
+    load = status.load
+    left = [f"{name}: {error}" for error in status.integrity_errors]
+    if load.free_blocks + load.cached_blocks != load.total_blocks:
+        left.append(f"{name}: {load.active_blocks} active and {load.held_blocks} held blocks")
+    left += [f"{name}: running"] * (load.running + load.waiting)
+    left += [f"{name}: publication"] * status.open_publications + [f"{name}: pull"] * status.open_pulls
+    return left
+
+
+class LocalMesh(MeshClient):
     """One gateway and a worker for each entry of `roles`, e.g. ("prefill", "decode") or ("prefill,decode",)."""
 
     def __init__(
@@ -94,7 +150,7 @@ class LocalMesh:
                     roles=tuple(each.split(",")),
                     worker_id=f"{each.replace(',', '-')}-{number}",
                     etcd=etcd,
-                    run_dir=str(run_dir / f"w{number}"),
+                    run_dir=str(run_dir),
                     channels=channels,
                     engine_in_thread=True,
                     engine=EngineSettings(model_dir=str(checkpoint), **engine),
@@ -117,9 +173,10 @@ class LocalMesh:
         try:
             await asyncio.gather(*(worker.start() for worker in self.workers))
             await self.gateway.start()
-            self.channel = connect(self.gateway.grpc_address)
-            self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
-            await self._routable()
+            await self.connect(self.gateway.grpc_address)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not all(await self.routable_workers()):
+                    await asyncio.sleep(0.02)
         except BaseException:
             await self._stop()
             raise
@@ -132,40 +189,16 @@ class LocalMesh:
     async def _stop(self) -> None:
         await asyncio.gather(self.gateway.stop(), *(worker.stop() for worker in self.workers))
 
-    async def _routable(self) -> None:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while not (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models:
-                await asyncio.sleep(0.02)
-
-    async def generate(self, prompt: Sequence[int] | str, **options: Any) -> Answer:
-        return await collect(self.stub.Generate(request(prompt, **options), timeout=PATIENCE_SECONDS))
-
     async def status(self, worker: Worker) -> worker_pb2.GetStatusResponse:
         async with connect(worker.address) as channel:
             return await worker_pb2_grpc.WorkerServiceStub(channel).GetStatus(worker_pb2.GetStatusRequest())
-
-    async def settled(self) -> None:
-        """Waits until nothing is left of any request; fails with what is."""
-        left: list[str] = ["not looked yet"]
-        try:
-            async with asyncio.timeout(10):
-                while left:
-                    left = await self.leftovers()
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise AssertionError(f"left behind: {left}") from None
 
     async def leftovers(self) -> list[str]:
         """What an idle mesh must not have: broken counts, held or active blocks, open publications, pulls and spans."""
         left = [f"gateway span {name}" for name in self.gateway.telemetry.open_span_names()]
         for worker in self.workers:
-            status, name = await self.status(worker), worker.settings.worker_id
-            load = status.load
-            left += [f"{name}: {error}" for error in status.integrity_errors]
-            if load.free_blocks + load.cached_blocks != load.total_blocks:
-                left.append(f"{name}: {load.active_blocks} active and {load.held_blocks} held blocks")
-            left += [f"{name}: running"] * (load.running + load.waiting)
-            left += [f"{name}: publication"] * status.open_publications + [f"{name}: pull"] * status.open_pulls
+            name = worker.settings.worker_id
+            left += left_in(name, await self.status(worker))
             # Spans of calls such as this one come and go; those of requests must all have ended.
             spans = worker.telemetry.open_span_names()
             left += [f"{name}: span {span}" for span in spans if span.startswith(("prefill.", "decode.", "transfer."))]

@@ -23,12 +23,10 @@ from common.rpc.errors import reason_of
 from common.rpc.tls import TlsOptions
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-KEEPALIVE_SECONDS = 30
+KEEPALIVE_SECONDS = 30.0
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),  # the gateway retries, and knows when it may
@@ -41,7 +39,11 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def connect(
-    address: str, *, tls: TlsOptions | None = None, options: Sequence[tuple[str, Any]] = ()
+    address: str,
+    *,
+    tls: TlsOptions | None = None,
+    keepalive_seconds: float = KEEPALIVE_SECONDS,
+    options: Sequence[tuple[str, Any]] = (),
 ) -> grpc.aio.Channel:
     """A channel to host:port. Every call of it
 
@@ -49,9 +51,14 @@ def connect(
     - carries the current trace context and, inside a trace, gets a CLIENT span that ends with the call in every way
       a call can end; a stream ends when nobody holds it any more, so also when it is left by `break`.
 
-    The calls look like grpc.aio's own. `options` are further channel arguments.
+    A peer that stopped, or cannot be reached any more, is noticed after `keepalive_seconds` and a third of it at most;
+    its calls then end with UNAVAILABLE. The calls look like grpc.aio's own. `options` are further channel arguments.
     """
-    merged = (*_OPTIONS, *options)
+    keepalive = (
+        ("grpc.keepalive_time_ms", int(keepalive_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive_seconds * 1000 / 3)),
+    )
+    merged = (*_OPTIONS, *keepalive, *options)
     if tls is None:
         return _Channel(grpc.aio.insecure_channel(address, options=merged))
     if tls.server_name:

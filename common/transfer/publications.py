@@ -148,6 +148,11 @@ class PublicationTable:
     def open_publications(self) -> int:
         return len(self._table.owners)
 
+    async def idle(self) -> None:
+        """Returns when every publication has ended."""
+        while self._publications:
+            await next(iter(self._publications.values())).released.wait()
+
     @property
     def open_pulls(self) -> int:
         """Streams that are served or wait for their publication."""

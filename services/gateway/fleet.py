@@ -2,12 +2,14 @@
 """All workers the registry names, and the snapshot that the router works on."""
 
 import asyncio
+import functools
 from collections.abc import Mapping
 
 from common.errors import NoWorkers
 from common.metrics import Metrics
 from common.policies.routing import DECODE, PREFILL, WorkerView
 from common.registry.record import PROTOCOL_VERSION, WorkerRecord
+from common.rpc.channel import KEEPALIVE_SECONDS, connect
 from common.rpc.tls import TlsOptions
 from services.gateway.worker import Worker
 
@@ -19,10 +21,12 @@ def no_workers(model: str) -> NoWorkers:
 class Fleet:
     """Follows the registry (`update`) and the workers themselves. Everything here runs on one event loop."""
 
-    def __init__(self, metrics: Metrics, tls: TlsOptions | None = None) -> None:
+    def __init__(
+        self, metrics: Metrics, tls: TlsOptions | None = None, keepalive_seconds: float = KEEPALIVE_SECONDS
+    ) -> None:
         self._workers: dict[str, Worker] = {}
         self._metrics = metrics
-        self._tls = tls
+        self._connect = functools.partial(connect, tls=tls, keepalive_seconds=keepalive_seconds)
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -44,7 +48,7 @@ class Fleet:
                 worker.record = record
         for worker_id, record in usable.items():
             if worker_id not in self._workers:
-                self._workers[worker_id] = Worker(record, self._notify, self._tls)
+                self._workers[worker_id] = Worker(record, self._notify, self._connect)
         self._notify()
 
     def get(self, worker_id: str) -> Worker | None:
@@ -93,6 +97,9 @@ class Fleet:
 
     async def close(self) -> None:
         self.update({})
+        await asyncio.sleep(0)  # their first step, so that the end of their watches is not cut off
+        for task in self._closing:
+            task.cancel()
         while self._closing:
             await asyncio.gather(*self._closing, return_exceptions=True)
 

@@ -73,7 +73,7 @@ class Gateway:
         self.lag.start()
         cleanup.push_async_callback(self.lag.stop)
         tokenizers = {name: await asyncio.to_thread(_load, name, path) for name, path in settings.models.items()}
-        self.fleet = Fleet(tel.metrics, settings.worker_tls)
+        self.fleet = Fleet(tel.metrics, settings.worker_tls, settings.keepalive_seconds)
         cleanup.push_async_callback(self.fleet.close)
         self.admission = Admission(settings.max_in_flight, settings.max_per_tenant)
         preprocessor = Preprocessor(

@@ -6,6 +6,7 @@ import msgspec
 from common.policies.routing import RoutingPolicy
 from common.policies.slo import SloTarget
 from common.registry.settings import EtcdSettings
+from common.rpc.channel import KEEPALIVE_SECONDS
 from common.rpc.tls import TlsOptions
 
 
@@ -22,6 +23,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     default_timeout_seconds: float = 600.0  # of requests that come without a deadline, and the longest
     max_attempts: int = 5
     first_byte_seconds: float = 2.0  # for a worker to accept a call
+    keepalive_seconds: float = KEEPALIVE_SECONDS  # towards workers: then a stopped one is noticed
     stall_seconds: float = 120.0  # without any message from a worker that has accepted
     route_wait_seconds: float = 5.0  # for a routable worker to turn up
     retry_backoff_seconds: float = 0.02  # before attempt 2; doubles, with jitter, up to a second

@@ -12,8 +12,6 @@ import grpc
 from common.cache.keys import INDEX_KEY_BYTES, KvLayout
 from common.policies.routing import WorkerView
 from common.registry.record import WorkerRecord
-from common.rpc.channel import connect
-from common.rpc.tls import TlsOptions
 from epd.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, trace_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -42,7 +40,9 @@ class Worker:
     until the registry forgets this life, so being down is never for good.
     """
 
-    def __init__(self, record: WorkerRecord, changed: Callable[[], None], tls: TlsOptions | None = None) -> None:
+    def __init__(
+        self, record: WorkerRecord, changed: Callable[[], None], connect: Callable[[str], grpc.aio.Channel]
+    ) -> None:
         self.record = record
         self.identity = types_pb2.WorkerIdentity(worker_id=record.worker_id, incarnation=record.incarnation)
         self.keys_id = keys_id(record.layout)
@@ -55,8 +55,11 @@ class Worker:
         self._in_snapshot = False
         self._changed = changed
         self._charges: set[Charge] = set()
+        self._attempts = 0  # that use the channel now
+        self._unused = asyncio.Event()
+        self._unused.set()
         self._reports = 0
-        self._channel = connect(record.address, tls=tls)
+        self._channel = connect(record.address)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self.trace = trace_pb2_grpc.TraceServiceStub(self._channel)
@@ -95,10 +98,15 @@ class Worker:
         """Counts prefill tokens and decode blocks here until the worker's own reports surely include them, or the work ends."""
         charge = Charge(self._reports, tokens, blocks)
         self._charges.add(charge)
+        self._attempts += 1
+        self._unused.clear()
         try:
             yield
         finally:
             self._charges.discard(charge)
+            self._attempts -= 1
+            if not self._attempts:
+                self._unused.set()
 
     def tell_finished(self, request: decode_pb2.FinishRequest) -> None:
         """Ends choices of a running decode call; fire and forget."""
@@ -126,10 +134,14 @@ class Worker:
             self._changed()
 
     async def close(self) -> None:
+        """Takes nothing new; the channel stays for the attempts that use it. Cancelled: closes it at once."""
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._set_up(False)
-        await self._channel.close()
+        try:
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._set_up(False)
+            await self._unused.wait()
+        finally:
+            await self._channel.close()
 
     def _set_up(self, up: bool) -> None:
         if self.up != up:
