@@ -16,15 +16,16 @@ from tests.tokenizer import save_tokenizer
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """checkpoint(architecture): a tiny random one with a tokenizer, made once."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint(architecture, **config): a tiny random one with a tokenizer, made once."""
     made: dict[str, Path] = {}
 
-    def make(architecture: str) -> Path:
-        if architecture not in made:
+    def make(architecture: str, **config: Any) -> Path:
+        key = f"{architecture} {sorted(config.items())}"
+        if key not in made:
             directory = tmp_path_factory.mktemp(architecture)
-            made[architecture] = save_tokenizer(tiny_checkpoint(architecture, directory))
-        return made[architecture]
+            made[key] = save_tokenizer(tiny_checkpoint(architecture, directory, **config))
+        return made[key]
 
     return make
 
