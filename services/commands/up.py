@@ -81,9 +81,7 @@ class _Mesh:
             f"logs in {self.run_dir.logs}",
             highlight=False,
         )
-        with Live(
-            self._table(), console=self.console, refresh_per_second=8, transient=True, get_renderable=self._table
-        ):
+        with self._display():
             if not options.etcd:
                 supervisor.start("etcd")
                 await self._or_failure(_reachable(self.etcd, ETCD_SECONDS))

@@ -1,0 +1,113 @@
+"""`epd up` with real processes: etcd, gateway and workers (executor `timed`, so that no weights are loaded)."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.models.catalog import DEFAULT_MODEL
+from common.registry.local_etcd import free_port
+
+SECONDS = 120.0
+
+
+class Mesh:
+    """One mesh in the background, asked by the same commands that people use."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.ports = ("--grpc-port", str(free_port()), "--http-port", str(free_port()))
+        self.environment = os.environ | {"EPD_RUN_DIR": str(run_dir), "COLUMNS": "120", "NO_COLOR": "1"}
+        for name in ("EPD_ETCD", "EPD_ADDRESS", "EPD_CONFIG"):
+            self.environment.pop(name, None)
+
+    def epd(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "services.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=self.environment)
+
+    def up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.epd("up", DEFAULT_MODEL, "--executor", "timed", "--detach", *self.ports, *arguments)
+
+    @property
+    def state(self) -> dict:
+        return json.loads((self.run_dir / "state.json").read_text())
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Mesh]:
+    mesh = Mesh(tmp_path / "run")
+    try:
+        yield mesh
+    finally:
+        mesh.epd("down")
+
+
+def wait_for_end(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(descriptor):
+            assert select.select([descriptor], [], [], SECONDS)[0], f"pid {pid} still runs"
+
+
+def test_from_up_to_down(mesh: Mesh) -> None:
+    started = mesh.up()
+    assert started.returncode == 0, started.stdout + started.stderr
+    for part in ("ready after", "> What is the capital of France?", "prefill.forward", "decode.steps", "gRPC on"):
+        assert part in started.stdout
+    pids = list(mesh.state["processes"].values())
+    assert set(mesh.state["processes"]) == {"etcd", "gateway", "prefill-0", "decode-0"}
+
+    assert "SERVING" in mesh.epd("health").stdout
+    status = mesh.epd("status").stdout
+    for part in ("prefill-0", "decode-0", "timed", "clean"):
+        assert part in status
+
+    answer = mesh.epd("generate", "Hello", "--max-tokens", "5", "--json")
+    last = json.loads(answer.stdout.splitlines()[-1])
+    assert last["usage"]["completion_tokens"] == 5
+    trace = mesh.epd("trace", last["accounting"]["trace_id"]).stdout
+    for part in ("gateway.generate", "prefill.run", "decode.run", "transfer.pull"):
+        assert part in trace
+
+    again = mesh.epd("up", DEFAULT_MODEL, *mesh.ports)
+    assert again.returncode == 2
+    assert "epd down" in again.stderr
+
+    assert mesh.epd("down").returncode == 0
+    wait_for_end(pids)
+    assert mesh.epd("health", "--address", f"127.0.0.1:{mesh.ports[1]}").returncode == 1
+
+
+def test_a_killed_worker_comes_back_and_a_killed_supervisor_takes_all_along(mesh: Mesh) -> None:
+    assert mesh.up("--prefill", "0", "--decode", "0", "--aggregated", "1").returncode == 0
+    first = mesh.state["processes"]["both-0"]
+    os.kill(first, signal.SIGKILL)
+    wait_for_end([first])
+    # The gateway waits a while for a worker; a request may still come too early.
+    for _ in range(10):
+        if (answer := mesh.epd("generate", "Hello", "--max-tokens", "3")).returncode == 0:
+            break
+    assert answer.returncode == 0, answer.stderr
+    assert mesh.state["processes"]["both-0"] != first
+    assert "both-0 was ended by SIGKILL" in (mesh.run_dir / "up.log").read_text()
+
+    pids = list(mesh.state["processes"].values())
+    os.kill(mesh.state["pid"], signal.SIGKILL)
+    wait_for_end(pids)
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(mesh: Mesh, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    refused = mesh.epd("up", str(tmp_path / "model"), *mesh.ports)
+    assert refused.returncode == 2
+    assert "config.json" in refused.stderr
+    assert "Traceback" not in refused.stderr
