@@ -67,6 +67,10 @@ class Attempt:
             if self._finished:
                 return
             raise failures.exceptions[0] from None
+        if not self._finished:  # whatever the reason: an answer that is cut off is never a good end
+            worker = self._decode or self._prefill
+            assert worker is not None
+            raise CallFailed(EngineFailed("the attempt ended without an answer"), worker)
 
     @property
     def _finished(self) -> bool:
@@ -122,6 +126,7 @@ class Attempt:
                         await self._wait_for_client()
                 elif kind == "finished":
                     self._decode_finished(message.finished)
+                    await call.read()  # the call's own end, as above
                     return
         except CallFailed:
             if not self._finished:

@@ -64,12 +64,17 @@ class WorkerCall:
             raise self._failed(error) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._expired and not (task and task.cancelling()):
-                self._worker.mark_down("no answer in time")
-                raise CallFailed(WorkerLost(f"{self._worker.worker_id} did not answer in time"), self._worker) from None
-            raise
+            if task is None or task.cancelling():
+                raise
+            # Not this task was cancelled but the call: a task group would take that for a quiet end.
+            if not self._expired:
+                raise self.lost("left in mid-stream") from None
+            self._worker.mark_down("no answer in time")
+            raise self.lost("did not answer in time") from None
         self._reading_since = None
-        self._limit = self._stall_seconds
+        if self._limit != self._stall_seconds:
+            self._limit = self._stall_seconds
+            self._worker.heard()
         return message
 
     def hurry(self, seconds: float) -> None:

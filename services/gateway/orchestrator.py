@@ -119,7 +119,13 @@ class _Leg:
     async def _plan(self) -> Plan:
         """Waits, bounded, for a routable worker. Raises NoWorkers."""
         request, mesh = self._request, self._mesh
-        with telemetry.start_span(telemetry.GATEWAY_ROUTE, attributes={telemetry.ATTEMPT: self._attempt}) as span:
+        attributes = {
+            # The internal id, as the workers' spans have it: the trace can be found by either.
+            telemetry.REQUEST_ID: request.internal_id.hex(),
+            telemetry.LEG: self._number,
+            telemetry.ATTEMPT: self._attempt,
+        }
+        with telemetry.start_span(telemetry.GATEWAY_ROUTE, attributes=attributes) as span:
             end = self._loop.time() + mesh.settings.route_wait_seconds
             while True:
                 workers = mesh.fleet.snapshot(request.model)

@@ -17,6 +17,7 @@ from epd.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, trace_pb2_grpc
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _LAST_BACKOFF_SECONDS = 2.0
+_SILENCES = 3
 _FINISH_SECONDS = 2.0
 _WATCH_FIRST_SECONDS = 2.0  # for the first message of a watch
 
@@ -59,6 +60,7 @@ class Worker:
         self._unused = asyncio.Event()
         self._unused.set()
         self._reports = 0
+        self._silences = 0
         self._channel = connect(record.address)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
@@ -121,6 +123,16 @@ class Worker:
             self._set_up(False)
         if self._watch is not None:
             self._watch.cancel()
+
+    def silent(self) -> None:
+        """A call got no answer in time. Overload looks the same, so only several in a row count as being down."""
+        self._silences += 1
+        if self._silences >= _SILENCES:
+            self.mark_down("no answers in time")
+
+    def heard(self) -> None:
+        """A call got an answer."""
+        self._silences = 0
 
     def mark_draining(self) -> None:
         if not self.load.draining:
