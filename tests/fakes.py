@@ -161,9 +161,10 @@ class FakeWorker(
                 yield worker_pb2.WatchResponse(blocks=self.blocks[sent])
                 sent += 1
             yield worker_pb2.WatchResponse(load=self.load)
-            known = (len(self.blocks), self.load.SerializeToString())
+            known = self._state()
             async with self.changed:
-                await self.changed.wait_for(lambda: (len(self.blocks), self.load.SerializeToString()) != known)
+                while self._state() == known:
+                    await self.changed.wait()
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
@@ -237,6 +238,9 @@ class FakeWorker(
         return decode_pb2.FinishResponse()
 
     # --- parts
+
+    def _state(self) -> tuple[int, bytes]:
+        return len(self.blocks), self.load.SerializeToString()
 
     @contextlib.asynccontextmanager
     async def _call(self, method: str, request: Any) -> AsyncIterator[None]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, and chat templates, from a Hugging Face directory and without importing torch.
 
-`transformers` would import torch with its tokenizers, so this uses the `tokenizers` library alone and renders chat templates
-in a sandbox of our own, whose result equals `apply_chat_template` (a test compares the two).
+`transformers` would import torch with its tokenizers, so this uses the `tokenizers` library alone and renders chat
+templates in a sandbox of our own, whose result equals `apply_chat_template` (a test compares the two).
 """
 
 import json

@@ -7,8 +7,9 @@ Every cost is in tokens, so that load, cache hits and transfers can be added up:
     decode cost  = active blocks · block_size + transfer_weight · prompt tokens not cached there
     local cost   = prefill cost + active blocks · block_size            (one worker with both roles)
 
-The pair with the lowest sum wins; since the two terms are independent, within one compat_id that is the best prefill worker
-and the best decode worker. Load is compared a worker at a time, so one hot worker never changes how the others are chosen.
+The pair with the lowest sum wins; since the two terms are independent, within one compat_id that is the best prefill
+worker and the best decode worker. Load is compared a worker at a time, so one hot worker never changes how the others
+are chosen.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a request's time went, whether it met its objectives, and which hop to blame when it did not.
 
-Times are durations of one clock, the gateway's, or durations that workers measured; two machines' clocks are never compared.
+Times are durations of one clock, the gateway's, or durations that workers measured; clocks of two machines are never
+compared.
 
     TTFT  = sum of the hops on the way to the first token                      (+ unattributed)
     total = sum of those and of the hops on the way from there to the last one (+ unattributed)
@@ -59,8 +60,8 @@ class Verdict(msgspec.Struct, frozen=True):
 def fill(measured_seconds: float, hops: Sequence[Hop]) -> list[Hop]:
     """The hops, made to add up to what was measured around them.
 
-    Less: the rest becomes `unattributed`. More (a hop that overlapped another, or a coarse clock): the last hops are cut,
-    since time cannot have been spent twice on the critical path.
+    Less: the rest becomes `unattributed`. More (a hop that overlapped another, or a coarse clock): the last hops are
+    cut, since time cannot have been spent twice on the critical path.
     """
     left = max(0.0, measured_seconds)
     filled = []

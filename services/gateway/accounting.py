@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's time line on the gateway's clock, and the hops it adds up to.
 
-The critical path is that of the choice that ended last: what came before routing, then its attempts one after the other.
+The critical path is that of the choice that ended last: what came before routing, then its attempts one by one.
 """
 
 from collections.abc import Iterable, Sequence

@@ -5,6 +5,7 @@ All calls of an attempt end with it, however it ends. Nothing of it is used by a
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Iterable, Sequence
 
@@ -97,10 +98,10 @@ class Attempt:
                     self._decode_task.cancel()
             elif self._decode is None:
                 raise CallFailed(EngineFailed("prefill did not end a request of one token"), worker)
-            try:
-                await call.read()  # the call's own end, so that it does not count as cancelled
-            except CallFailed:
-                pass  # its work is done; the decode worker finds out if the blocks went with it
+            # The call's own end, so that it does not count as cancelled. Should it fail now, its work is done; the
+            # decode worker finds out if the blocks went with it.
+            with contextlib.suppress(CallFailed):
+                await call.read()
         finally:
             call.close()
 

@@ -14,8 +14,10 @@ _RUNNING = types_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class Choice:
-    """Attributes: output_token_ids, every token received (a resume sends them along); finished; records, the attempts that
-    worked on it. Pending output collects until `take`.
+    """Pending output collects until `take`.
+
+    Attributes: output_token_ids, every token received (a resume sends them along); finished; records, the attempts that
+    worked on it.
     """
 
     def __init__(
@@ -29,7 +31,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.output_token_ids: list[int] = []
-        self.finish_reason: int = _RUNNING
+        self.finish_reason: types_pb2.FinishReason = _RUNNING
         self.records: list[AttemptRecord] = []
         self._detokenizer = detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._show_stop_token = not skip_special_tokens
@@ -57,7 +59,7 @@ class Choice:
         return bool(self._token_ids) and (self._first or len(self._token_ids) >= interval)
 
     def receive(self, tokens: types_pb2.ChoiceTokens) -> bool:
-        """Takes new tokens, each once and in order. True when a stop string ended the choice and its worker may not know."""
+        """Takes new tokens, each once and in order. True when a stop string ended the choice, unknown to its worker."""
         if self.finished:
             return False
         ids = tokens.token_ids
@@ -107,7 +109,7 @@ class Choice:
         assert self._matcher is not None
         return text if len(self.output_token_ids) <= self._min_tokens else self._matcher.push(text)
 
-    def _finish(self, reason: int) -> None:
+    def _finish(self, reason: types_pb2.FinishReason) -> None:
         rest = self._detokenizer.flush()
         if self._matcher is not None:
             rest = self._match(rest) + self._matcher.flush()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids to text as they come: the pieces add up to the text of all ids decoded at once, and none ends in half a character."""
+"""Token ids to text as they come.
+
+The pieces add up to the text of all ids decoded at once, and none ends in half a character.
+"""
 
 import codecs
 from collections.abc import Sequence
@@ -47,7 +50,8 @@ class WindowDetokenizer:
 
     The window starts at the ids that gave the last text, since a decoder may treat the start of its input differently
     (it cuts a leading space), and ends with those that are not a whole character yet. Its length is bounded, so a token
-    costs O(1). Where a decoder spoils valid characters for an invalid byte after them, those that were whole stay whole.
+    costs O(1). Where a decoder would spoil valid characters for an invalid byte after them, those already given out
+    stay as they are.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:

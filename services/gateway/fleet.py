@@ -18,6 +18,10 @@ def no_workers(model: str) -> NoWorkers:
     return NoWorkers(f"no worker can take requests for {model} now", retry_after_seconds=1.0)
 
 
+def _life(record: WorkerRecord) -> tuple[str, str]:
+    return record.incarnation, record.address
+
+
 class Fleet:
     """Follows the registry (`update`) and the workers themselves. Everything here runs on one event loop."""
 
@@ -31,15 +35,11 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, records: Mapping[str, WorkerRecord]) -> None:
-        """The registry's current records by worker id. A new incarnation replaces the old one and everything known of it."""
+        """The registry's current records by worker id. A new incarnation replaces all we knew of the old."""
         usable = {k: record for k, record in records.items() if record.protocol_version == PROTOCOL_VERSION}
         for worker_id, worker in list(self._workers.items()):
             record = usable.get(worker_id)
-            if (
-                record is None
-                or record.incarnation != worker.record.incarnation
-                or record.address != worker.record.address
-            ):
+            if record is None or _life(record) != _life(worker.record):
                 del self._workers[worker_id]
                 task = asyncio.create_task(worker.close())
                 self._closing.add(task)
@@ -67,7 +67,7 @@ class Fleet:
         return [worker.record for worker in named if worker.routable] or [worker.record for worker in named]
 
     def model_roles(self) -> dict[str, dict[str, list[WorkerRecord]]]:
-        """Routable workers by model and role, only of models that can be asked: a pair that fits, or both roles in one."""
+        """Routable workers by model and role; only of models that can be asked: by a fitting pair, or one with both."""
         found: dict[str, dict[str, list[WorkerRecord]]] = {}
         for worker in self._workers.values():
             if worker.routable:

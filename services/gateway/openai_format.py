@@ -189,10 +189,9 @@ def timing_json(account: generation_pb2.Accounting) -> Json:
 
 
 def error_json(error: EpdError) -> Json:
+    kind = "invalid_request_error" if error.http < 500 else "server_error"
     if error.http == 429:
         kind = "rate_limit_error"
-    else:
-        kind = "invalid_request_error" if error.http < 500 else "server_error"
     body = {"message": error.message, "type": kind, "param": error.field or None, "code": error.reason.lower()}
     return {"error": body}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan, attempt, and after a failure plan again: the client sees one unbroken stream.
 
-Leg 0 carries all choices. When an attempt fails after tokens have come, each unfinished choice goes on as a leg of its own
-(leg = 1 + choice), since their outputs differ by then; the tokens received so far go along as its output.
+Leg 0 carries all choices. When an attempt fails after tokens have come, each unfinished choice goes on as a leg of its
+own (leg = 1 + choice), since their outputs differ by then; the tokens received so far go along as its output.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from common import telemetry
 from common.errors import EpdError
-from common.policies.routing import Plan, WorkerView, route
+from common.policies.routing import Plan, Score, WorkerView, route
 from common.telemetry import Telemetry
 from epd.v1 import types_pb2
 from services.gateway.accounting import AttemptRecord
@@ -140,11 +140,7 @@ class _Leg:
                     if plan is not None:
                         span.set_attribute(telemetry.ROUTE_DECISION, f"{plan.kind} ({plan.reason})")
                         span.set_attribute(
-                            telemetry.ROUTE_CANDIDATES,
-                            [
-                                f"{score.role} {score.worker_id}: cost {score.cost:.0f}, uncached {score.uncached_tokens}"
-                                for score in plan.scores[:_SPAN_CANDIDATES]
-                            ],
+                            telemetry.ROUTE_CANDIDATES, [_words(s) for s in plan.scores[:_SPAN_CANDIDATES]]
                         )
                         mesh.telemetry.metrics.decisions.labels(model=request.model, decision=plan.kind).inc()
                         return plan
@@ -200,6 +196,10 @@ class _Leg:
         except BaseExceptionGroup as failures:
             error = failures.exceptions[0]
             raise error if isinstance(error, EpdError) else failures from None
+
+
+def _words(score: Score) -> str:
+    return f"{score.role} {score.worker_id}: cost {score.cost:.0f}, uncached {score.uncached_tokens}"
 
 
 def _worker(fleet: Fleet, view: WorkerView | None) -> Worker | None:

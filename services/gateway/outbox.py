@@ -50,7 +50,6 @@ class Outbox:
     async def take(self) -> list[generation_pb2.ChoiceDelta] | None:
         """The next message's deltas, waiting for one to be due; None after the last."""
         while True:
-            # Once one choice's message is due the others' pending tokens travel along, unless an interval was asked for.
             due = [choice for choice in self._choices if choice.ready(self._interval)]
             if due:
                 deltas = [choice.take() for choice in due]

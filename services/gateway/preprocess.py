@@ -95,7 +95,7 @@ class Preprocessor:
         return name
 
     async def prepare(self, request: generation_pb2.GenerateRequest, tenant: str) -> Prepared:
-        """Raises InvalidArgument (ContextTooLong, NeverFits) naming the field and its limits, ModelNotFound, NoWorkers."""
+        """Raises InvalidArgument (ContextTooLong, NeverFits) naming field and limits, ModelNotFound, NoWorkers."""
         model = self.model(request.model)
         check_parameters(request)
         sampling = wire.sampling_from_proto(request.sampling)
@@ -164,7 +164,7 @@ def check_limits(prompt: Sequence[int], n: int, sampling: SamplingParams, record
     context = max(record.max_context for record in records)
     if len(prompt) >= context:
         raise ContextTooLong(
-            f"the prompt has {len(prompt)} tokens; the context of {context} tokens holds it and at least one output token",
+            f"the prompt has {len(prompt)} tokens; the context of {context} tokens must hold it and an output token",
             field="prompt",
         )
     if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > context:

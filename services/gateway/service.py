@@ -93,7 +93,9 @@ class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
         with deadline.detached():
             calls = [worker.trace.GetTrace(asked, timeout=_TRACE_SECONDS) for worker in workers]
             answers = await asyncio.gather(*calls, return_exceptions=True)
-        spans = {span.span_id: span for span in map(to_proto, self._store.trace(trace_id))}
+        spans: dict[str, trace_pb2.Span] = {}
+        for own in self._store.trace(trace_id):
+            spans[own.span_id] = to_proto(own)
         for answer in answers:
             if isinstance(answer, trace_pb2.GetTraceResponse):
                 spans.update((span.span_id, span) for span in answer.spans)
@@ -101,4 +103,9 @@ class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
                 raise answer
         if not spans:
             raise UnknownId("no spans of this trace are kept in the mesh")
-        return trace_pb2.GetTraceResponse(spans=sorted(spans.values(), key=lambda span: span.start_unix_nanos))
+        ordered: list[trace_pb2.Span] = sorted(spans.values(), key=_start)
+        return trace_pb2.GetTraceResponse(spans=ordered)
+
+
+def _start(span: trace_pb2.Span) -> int:
+    return span.start_unix_nanos

@@ -22,7 +22,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own
     default_timeout_seconds: float = 600.0  # of requests that come without a deadline, and the longest
     max_attempts: int = 5
-    first_byte_seconds: float = 2.0  # for a worker to accept a call
+    first_byte_seconds: float = 5.0  # for a worker to accept a call
     keepalive_seconds: float = KEEPALIVE_SECONDS  # towards workers: then a stopped one is noticed
     stall_seconds: float = 120.0  # without any message from a worker that has accepted
     route_wait_seconds: float = 5.0  # for a routable worker to turn up

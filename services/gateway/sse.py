@@ -2,7 +2,7 @@
 """Server-sent events, and noticing that a client has gone."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -23,18 +23,18 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """The work's result. Cancels it and raises ClientGone when the client goes first. The body must have been read."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))]
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
         raise ClientGone
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:
@@ -72,8 +72,8 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
     """Items of all streams with their stream's position, as they come. The first failure ends all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
+            async for single in only:
+                yield 0, single
         return
     queue: asyncio.Queue[tuple[int, T]] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_feed(i, stream, queue)) for i, stream in enumerate(streams)]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 class StopMatcher:
     """Ends the text before the earliest stop string; at one position the shortest stop counts.
 
-    Text that may be the beginning of a stop is held back until it is clear that it is not, so the result does not depend on how
-    the text was cut into pieces. At most the longest stop's length, less one, is held.
+    Text that may be the beginning of a stop is held back until it is clear that it is not, so the result does not
+    depend on how the text was cut into pieces. At most the longest stop's length, less one, is held.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One life of one worker as the gateway knows it: channel, liveness, load, cached blocks, and what was sent there just now."""
+"""One life of one worker as the gateway knows it: channel, liveness, load, cached blocks, what was sent just now."""
 
 import asyncio
 import contextlib
@@ -37,8 +37,8 @@ class Charge:
 
 
 class Worker:
-    """`up` while its Watch stream is there. A failed call marks it down at once; the watch is then tried again with back-off
-    until the registry forgets this life, so being down is never for good.
+    """`up` while its Watch stream is there. A failed call marks it down at once; the watch is then tried again with
+    back-off until the registry forgets this life, so being down is never for good.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Worker:
 
     @contextlib.contextmanager
     def charge(self, tokens: int, blocks: int) -> Iterator[None]:
-        """Counts prefill tokens and decode blocks here until the worker's own reports surely include them, or the work ends."""
+        """Counts prefill tokens and decode blocks here until the worker's reports surely include them, or the end."""
         charge = Charge(self._reports, tokens, blocks)
         self._charges.add(charge)
         self._attempts += 1

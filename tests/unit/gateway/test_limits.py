@@ -117,7 +117,7 @@ async def test_overload_is_refused_with_a_hint(model_dir) -> None:
 
 
 async def test_draining_gateway_finishes_what_runs_and_takes_nothing_new(mesh: Mesh) -> None:
-    p, d = await mesh.pair()
+    _p, d = await mesh.pair()
     d.decode_gate.clear()
     running = asyncio.create_task(generate(mesh, ask(max_tokens=4)))
     await d.until(lambda: bool(d.calls))

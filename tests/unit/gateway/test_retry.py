@@ -134,7 +134,7 @@ async def test_b3_killed_worker_is_marked_down_and_replaced(mesh: Mesh) -> None:
 
 
 async def test_down_is_not_for_good(mesh: Mesh) -> None:
-    p, d = await mesh.pair()
+    _p, d = await mesh.pair()
     address = d.record.address
     await d.kill()
     fleet = mesh.gateway.fleet
@@ -165,7 +165,7 @@ async def test_b4_worker_gone_between_choice_and_call(mesh: Mesh) -> None:
 
 
 async def test_a18_restarted_worker_on_the_same_port(mesh: Mesh) -> None:
-    p, d = await mesh.pair()
+    _p, d = await mesh.pair()
     reborn = FakeWorker(mesh.network, "d0", ["decode"], incarnation="2")
     address = d.record.address
     await d.kill()
@@ -179,7 +179,7 @@ async def test_a18_restarted_worker_on_the_same_port(mesh: Mesh) -> None:
 
 
 async def test_attempts_are_bounded_and_the_error_arrives(mesh: Mesh) -> None:
-    p, d = await mesh.pair()
+    p, _d = await mesh.pair()
     p.prefill_errors = [Overloaded("the queue is full", retry_after_seconds=3.0) for _ in range(50)]
     code, metadata, _ = await refusal(mesh, ask(max_tokens=3))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -189,7 +189,7 @@ async def test_attempts_are_bounded_and_the_error_arrives(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("error", [InvalidArgument("bad", field="top_k"), NeverFits("too large", field="prompt")])
 async def test_what_no_retry_can_mend_is_not_retried(mesh: Mesh, error: EpdError) -> None:
-    p, d = await mesh.pair()
+    p, _d = await mesh.pair()
     p.prefill_errors = [error]
     code, metadata, details = await refusal(mesh, ask(max_tokens=3))
     assert (code, metadata["epd-reason"], details) == (error.status, error.reason, error.message)
@@ -240,13 +240,17 @@ async def test_a16_cancel_reaches_both_workers(mesh: Mesh, when: str) -> None:
 
 
 async def test_c11_error_in_mid_stream_is_a_status(mesh: Mesh) -> None:
-    p, d = await mesh.pair()
+    _p, d = await mesh.pair()
     d.decode_errors = [(2, InvalidArgument("no more")) for _ in range(9)]
     texts = []
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+
+    async def read() -> None:
         async for response in mesh.stub.Generate(ask(max_tokens=9)):
             assert not response.HasField("usage")
-            texts += [choice.text for choice in response.choices]
+            texts.extend(choice.text for choice in response.choices)
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read()
     assert "".join(texts) == "abc"
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -271,7 +275,7 @@ async def test_no_worker_turns_up(model_dir) -> None:
 
 
 async def test_retry_shows_in_trace_and_metrics(mesh: Mesh) -> None:
-    p, d = await mesh.pair()
+    _p, d = await mesh.pair()
     d.decode_errors = [(2, EngineFailed("broke"))]
     result = await generate(mesh, ask(max_tokens=6, request_id="label"))
     spans = mesh.gateway.store.trace(result.accounting.trace_id)

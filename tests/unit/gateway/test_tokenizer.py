@@ -75,7 +75,8 @@ def test_template_in_the_config_and_none(tmp_path: Path) -> None:
         Tokenizer(directory).render_chat(CHATS[0])
     config = directory / "tokenizer_config.json"
     kept = json.loads(config.read_text())
-    for template in ("x{{ messages|length }}", [{"name": "other", "template": "o"}, {"name": "default", "template": "x1"}]):
+    several = [{"name": "other", "template": "o"}, {"name": "default", "template": "x1"}]
+    for template in ("x{{ messages|length }}", several):
         config.write_text(json.dumps(kept | {"chat_template": template}))
         assert Tokenizer(directory).render_chat(CHATS[0]) == "x1"
 
