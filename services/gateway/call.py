@@ -69,7 +69,7 @@ class WorkerCall:
             # Not this task was cancelled but the call: a task group would take that for a quiet end.
             if not self._expired:
                 raise self.lost("left in mid-stream") from None
-            self._worker.mark_down("no answer in time")
+            self._worker.silent()
             raise self.lost("did not answer in time") from None
         self._reading_since = None
         if self._limit != self._stall_seconds:

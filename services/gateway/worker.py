@@ -187,6 +187,7 @@ class Worker:
         """Reads one watch; returns when it ended or a gap showed. Whether the worker was up meanwhile."""
         request = worker_pb2.WatchRequest(from_sequence=self.sequence, incarnation=self.record.incarnation)
         watch = self._watch = self._worker_service.Watch(request)
+        self._in_snapshot = False
         try:
             async with asyncio.timeout(_WATCH_FIRST_SECONDS):
                 message = await watch.read()
@@ -221,15 +222,19 @@ class Worker:
     def _on_blocks(self, blocks: worker_pb2.BlockEvents) -> bool:
         if blocks.snapshot_start:
             self.cached = set()
-        elif blocks.sequence > self.sequence + 1:
-            _log.warning(
-                "worker %s: block events %d to %d missed", self.worker_id, self.sequence + 1, blocks.sequence - 1
-            )
-            return False
-        elif blocks.sequence <= self.sequence and not blocks.snapshot_end and not self._in_snapshot:
-            return True  # known already
+            self.sequence = 0  # until its end: a watch that breaks off in between starts over
+            self._in_snapshot = True
+        if not self._in_snapshot:
+            if blocks.sequence > self.sequence + 1:
+                missed = f"{self.sequence + 1} to {blocks.sequence - 1}"
+                _log.warning("worker %s: block events %s missed", self.worker_id, missed)
+                return False
+            if blocks.sequence <= self.sequence:
+                return True  # known already
         self.cached.difference_update(key[:INDEX_KEY_BYTES] for key in blocks.removed)
         self.cached.update(key[:INDEX_KEY_BYTES] for key in blocks.stored)
-        self.sequence = blocks.sequence
-        self._in_snapshot = (self._in_snapshot or blocks.snapshot_start) and not blocks.snapshot_end
+        if blocks.snapshot_end:
+            self._in_snapshot = False
+        if not self._in_snapshot:
+            self.sequence = blocks.sequence
         return True

@@ -80,6 +80,19 @@ async def test_b6_block_events_and_gaps(mesh: Mesh) -> None:
     assert worker.cached == set(keys(7, 8))
 
 
+async def test_b6_a_snapshot_broken_off_starts_over(mesh: Mesh) -> None:
+    p = await mesh.add("p0", ["prefill"])
+    worker = mesh.gateway.fleet.get("p0")
+    half = worker_pb2.BlockEvents(sequence=9, snapshot_start=True, stored=keys(7))
+    await events(p, half)
+    await until(lambda: worker.cached == set(keys(7)))
+    p.next_blocks = [half, worker_pb2.BlockEvents(sequence=9, snapshot_end=True, stored=keys(8))]
+    worker.mark_down("test")
+    await until(lambda: worker.sequence == 9)
+    assert p.watches[-1].from_sequence == 0
+    assert worker.cached == set(keys(7, 8))
+
+
 async def test_b6_a_new_gateway_rebuilds_the_index(mesh: Mesh, model_dir) -> None:
     prompt = list(b"x" * 64)
     stored = [key[:16] for key in block_keys(root_key(MODEL, "r1"), prompt, 16)]

@@ -2,7 +2,7 @@
 """Routing formulas with values computed by hand, and what holds for any fleet."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.cache.keys import block_keys, root_key
@@ -197,6 +197,7 @@ requests = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(fleets, requests)
 def test_any_plan_can_be_carried_out(workers: list[WorkerView], request: RouteRequest) -> None:
     plan = route(workers, request, POLICY)
@@ -228,6 +229,7 @@ def test_any_plan_can_be_carried_out(workers: list[WorkerView], request: RouteRe
         assert request.single_token
 
 
+@settings(deadline=None)
 @given(fleets, requests, st.randoms())
 def test_the_order_of_the_snapshot_does_not_matter(workers: list[WorkerView], request: RouteRequest, random) -> None:
     shuffled = list(workers)
@@ -236,6 +238,7 @@ def test_the_order_of_the_snapshot_does_not_matter(workers: list[WorkerView], re
     assert (one and (one.prefill, one.decode)) == (other and (other.prefill, other.decode))
 
 
+@settings(deadline=None)
 @given(fleets, requests)
 def test_no_candidate_is_clearly_cheaper(workers: list[WorkerView], request: RouteRequest) -> None:
     plan = route(workers, request, POLICY)

@@ -2,7 +2,7 @@
 """Time sums, verdicts and blame, by hand and for any hops."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import telemetry as names
@@ -12,6 +12,7 @@ seconds = st.floats(0, 10)
 hops = st.lists(st.builds(Hop, st.sampled_from(sorted(TTFT_SHARES)), seconds, st.just("w")), max_size=8)
 
 
+@settings(deadline=None)
 @given(seconds, hops)
 def test_filled_hops_add_up_to_what_was_measured(measured: float, found: list[Hop]) -> None:
     filled = fill(measured, found)
@@ -28,6 +29,7 @@ def test_fill_by_hand() -> None:
     assert fill(3.0, found) == found
 
 
+@settings(deadline=None)
 @given(hops)
 def test_merge_keeps_the_sum(found: list[Hop]) -> None:
     merged = merge(found)
@@ -78,6 +80,7 @@ def test_judge(ttft: float, per_token: float, expected: tuple[bool, str]) -> Non
     assert (found.met, found.blame) == expected
 
 
+@settings(deadline=None)
 @given(hops, st.floats(0.01, 5))
 def test_a_miss_always_has_a_hop_in_excess(found: list[Hop], target: float) -> None:
     if sum(hop.seconds for hop in found) <= target * 1.0001:
