@@ -21,9 +21,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "disaggregated": {"roles": ("prefill", "decode")},
 }
 # As long as a real model's, so that 2 % means something.
-TIMED = TimedModel(
-    base_seconds=0.01, seconds_per_prefill_token=0.0005, num_layers=3, vocab_size=512, max_context=4096
-)
+TIMED = TimedModel(base_seconds=0.01, seconds_per_prefill_token=0.0005, num_layers=3, vocab_size=512, max_context=4096)
 REQUESTS = 7
 ROUNDS = 4  # the machine is shared: one quiet round of REQUESTS is enough
 
