@@ -45,12 +45,12 @@ class Meshes:
         self._stack = AsyncExitStack()
         self._count = 0
 
-    def make(self, architecture: str = "llama", **options: Any) -> LocalMesh:
-        """A mesh of its own, to be entered by the test."""
+    def make(self, architecture: str = "llama", *, config: dict[str, Any] | None = None, **options: Any) -> LocalMesh:
+        """A mesh of its own, to be entered by the test. config: of the checkpoint."""
         self._count += 1
         settings: EtcdSettings = self._etcd.settings(prefix=f"/epd-{self._count}")
         run_dir = self._directory / str(self._count)
-        return LocalMesh(settings, self._checkpoint(architecture), run_dir, **options)
+        return LocalMesh(settings, self._checkpoint(architecture, **(config or {})), run_dir, **options)
 
     async def get(self, architecture: str = "llama", **options: Any) -> LocalMesh:
         """A shared one; a test leaves it as idle as it found it."""
