@@ -84,7 +84,7 @@ def edges(spans: list[Received]) -> Counter[tuple[str, str]]:
 
 
 async def exported(mesh: Any) -> None:
-    """Returns once every span of a mesh's services has ended and was sent to its collector. Fails with those still open."""
+    """Returns once every span of a mesh has ended and was sent to its collector. Fails with those still open."""
     telemetries = [mesh.gateway.telemetry, *(worker.telemetry for worker in mesh.workers)]
     try:
         async with asyncio.timeout(20):
