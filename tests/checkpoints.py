@@ -18,7 +18,9 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 SLIDING_WINDOW = 40  # tokens, for mistral and gemma3: prompts beyond it are short enough for a unit test
 
 
-def tiny_config(architecture: str, *, vocab_size: int = 512, max_context: int = 512, **changes: Any) -> PreTrainedConfig:
+def tiny_config(
+    architecture: str, *, vocab_size: int = 512, max_context: int = 512, **changes: Any
+) -> PreTrainedConfig:
     """hidden size 64, 3 layers, 4 heads over 2 KV heads of 16; EOS is token 2."""
     shape: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -53,10 +55,13 @@ def tiny_config(architecture: str, *, vocab_size: int = 512, max_context: int = 
     return config
 
 
-def tiny_checkpoint(architecture: str, directory: Path, *, seed: int = 0, logit_width: float = 1.0, **config: Any) -> Path:
+def tiny_checkpoint(
+    architecture: str, directory: Path, *, seed: int = 0, logit_width: float = 1.0, **config: Any
+) -> Path:
     """Writes config.json, generation_config.json and model.safetensors (float32) into `directory` and returns it.
 
-    The weights are drawn wide enough that attention matters and greedy tokens vary; logit_width sets how clear their lead is.
+    The weights are drawn wide enough that attention matters and greedy tokens vary; logit_width sets how clear their
+    lead is.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture, **config), dtype=torch.float32)

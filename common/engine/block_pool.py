@@ -25,7 +25,8 @@ class BlockPool:
     """Reference-counted blocks [0, num_blocks), an index from prefix key to block, and an LRU of unused indexed blocks.
 
     Every block is in exactly one state: free (nobody's, unindexed), cached (nobody's, indexed), active, or held.
-    generations: uint64 [num_blocks], shared with readers; changes whenever a block gets a new owner, before it is written.
+    generations: uint64 [num_blocks], shared with readers; changes whenever a block gets a new owner, before it is
+    written.
     """
 
     def __init__(self, num_blocks: int, generations: np.ndarray) -> None:

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 
 import common.engine.messages as msg
-from common.cache.keys import root_key, token_hash
-from common.engine.block_pool import BlockPool, Owner
+from common.cache.keys import root_key
+from common.engine import answers, report
+from common.engine.block_pool import BlockPool
 from common.engine.executor import Batch, Executor, Sampled
+from common.engine.kv_manager import KvManager
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Choice, Limits, Sequence, State, Timings
 from common.engine.settings import EngineSettings
@@ -45,7 +46,8 @@ class EngineCore:
             eos_token_ids=frozenset(executor.eos_token_ids),
         )
         self.pool = BlockPool(settings.num_blocks, memory.generations)
-        self.scheduler = Scheduler(settings, self.limits, self.pool, executor, clock)
+        self.kv = KvManager(self.limits, self.pool, executor, prefix_cache=settings.prefix_cache)
+        self.scheduler = Scheduler(settings, self.limits, self.pool, self.kv, clock)
         self.sequences: dict[str, Sequence] = {}
         self.steps = 0
         self._executor, self._memory = executor, memory
@@ -88,7 +90,7 @@ class EngineCore:
             self.limits.check(sequence)
             self.scheduler.enqueue(sequence)
         except EpdError as error:
-            self._emit(_failed(command.seq, error))
+            self._emit(answers.failed(command.seq, error))
             return
         self.sequences[command.seq] = sequence
 
@@ -135,7 +137,7 @@ class EngineCore:
         if sequence is None:
             return
         sequence.publish = False  # still computing: the first token is wanted, the blocks are not
-        self.scheduler.unpublish(sequence)
+        self.kv.unpublish(sequence)
         if sequence.state is State.PUBLISHED:
             self._done(sequence)
 
@@ -176,35 +178,13 @@ class EngineCore:
         scheduler = self.scheduler
         for sequence, error in scheduler.failed:
             self.sequences.pop(sequence.seq, None)
-            self._emit(_failed(sequence.seq, error))
+            self._emit(answers.failed(sequence.seq, error))
         for sequence in scheduler.newly_reserved:
-            self._emit(
-                msg.Reserved(
-                    seq=sequence.seq,
-                    blocks=list(sequence.reserved),
-                    generations=[self.pool.generation(block) for block in sequence.reserved],
-                    hit_blocks=sequence.hit_blocks,
-                    wait_seconds=sequence.timings.queue,
-                )
-            )
+            self._emit(answers.reserved(sequence, self.pool))
         for sequence in scheduler.newly_started:
-            self._emit(
-                msg.Started(
-                    seq=sequence.seq,
-                    cached_tokens=sequence.cached_tokens,
-                    blocks=list(sequence.leader.blocks),
-                    generations=[self.pool.generation(block) for block in sequence.leader.blocks],
-                    queue_seconds=sequence.timings.queue,
-                    lookup_seconds=sequence.timings.lookup,
-                )
-            )
+            self._emit(answers.started(sequence, self.pool))
         for row in batch.published:
-            self._emit(
-                msg.Chunk(
-                    seq=row.choice.sequence.seq, step=batch.step, start=row.start, end=row.end, last=bool(row.samples)
-                )
-            )
-        scheduler.failed, scheduler.newly_reserved, scheduler.newly_started = [], [], []
+            self._emit(answers.chunk(row, batch.step))
 
     def _layer_done(self, layers: int) -> None:
         self._memory.set_progress(self.steps, layers)
@@ -224,7 +204,7 @@ class EngineCore:
                 self._fail(sequence, EpdError("the model's output is not finite for this request"), poisoned=True)
                 continue
             row.choice.computed = row.end
-            self.scheduler.index_blocks(row.choice)
+            self.kv.index(row.choice)
             if not row.samples:
                 continue
             first = not sequence.forked
@@ -237,7 +217,7 @@ class EngineCore:
             items += [(sequence.seq, each) for each in new]
             if first:
                 if sequence.publish:
-                    self.scheduler.publish(sequence)
+                    self.kv.publish(sequence)
                 self.scheduler.fork(sequence)
             elif row.choice.finished:
                 self.scheduler.finish(row.choice)
@@ -275,24 +255,11 @@ class EngineCore:
             timings.first_step_end = now
 
     def _prefilled(self, sequence: Sequence, first: list[ChoiceTokens]) -> None:
-        tokens = sequence.leader.tokens(0, sequence.total)
         if sequence.publish:
-            self.scheduler.publish(sequence)
+            self.kv.publish(sequence)
         for choice in sequence.choices:
             self.scheduler.finish(choice)
-        timings = sequence.timings
-        self._emit(
-            msg.Prefilled(
-                seq=sequence.seq,
-                first=first,
-                token_count=sequence.total,
-                token_hash=token_hash(tokens),
-                cached_tokens=sequence.cached_tokens,
-                queue_seconds=timings.queue,
-                lookup_seconds=timings.lookup,
-                forward_seconds=timings.forward,
-            )
-        )
+        self._emit(answers.prefilled(sequence, first))
         if sequence.publish:
             sequence.state = State.PUBLISHED
         elif sequence.leased:
@@ -313,79 +280,28 @@ class EngineCore:
 
     def _done(self, sequence: Sequence) -> None:
         self.sequences.pop(sequence.seq, None)
-        timings = sequence.timings
-        self._emit(
-            msg.Done(
-                seq=sequence.seq,
-                cached_tokens=sequence.cached_tokens,
-                queue_seconds=timings.queue,
-                lookup_seconds=timings.lookup,
-                forward_seconds=timings.forward,
-                first_step_seconds=timings.first_step,
-                decode_seconds=timings.decode,
-            )
-        )
+        self._emit(answers.done(sequence))
 
     def _fail(self, sequence: Sequence, error: EpdError, *, poisoned: bool = False) -> None:
         self.scheduler.drop(sequence, poisoned=poisoned)
         self.sequences.pop(sequence.seq, None)
-        self._emit(_failed(sequence.seq, error))
+        self._emit(answers.failed(sequence.seq, error))
 
     def fail_all(self) -> None:
         """The engine broke: every sequence is told so."""
         for seq in list(self.sequences):
-            self._emit(_failed(seq, EngineFailed("the engine failed in a step")))
+            self._emit(answers.failed(seq, EngineFailed("the engine failed in a step")))
         self.sequences.clear()
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def load(self) -> msg.LoadReport:
-        scheduler = self.scheduler
-        prefills = [choice for choice in scheduler.running if choice.prefilling]
-        return msg.LoadReport(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(scheduler.reserving),
-            pending_prefill_tokens=sum(choice.pending for choice in prefills)
-            + sum(scheduler.uncached_tokens(choice) for choice in scheduler.waiting),
-            active_blocks=self.pool.active,
-            free_blocks=self.pool.free,
-            cached_blocks=self.pool.cached,
-            held_blocks=self.pool.held,
-            total_blocks=self.pool.num_blocks,
-            steps=self.steps,
-        )
+        return report.load(self.scheduler, self.kv, self.pool, self.steps)
 
     def check_integrity(self) -> list[str]:
-        """Empty: free + cached + active + held == total and every count agrees with what the sequences hold."""
-        sequences = list(self.sequences.values())
-        active: list[SequenceOf[int]] = [choice.blocks for each in sequences for choice in each.choices]
-        active += [each.spare for each in sequences if each.state is not State.RESERVED]
-        reserved = [each.reserved + each.spare for each in sequences if each.state is State.RESERVED]
-        errors = self.pool.check_integrity(
-            {
-                Owner.SEQUENCE: active,
-                Owner.PUBLICATION: [each.published for each in sequences],
-                Owner.RESERVATION: reserved,
-            }
-        )
-        queued = [*self.scheduler.running, *self.scheduler.waiting]
-        if any(choice.sequence.seq not in self.sequences for choice in queued):
-            errors.append("a choice of an ended sequence is queued")
-        if any(sequence.seq not in self.sequences for sequence in self.scheduler.reserving):
-            errors.append("an ended reservation is queued")
-        return errors
+        return report.integrity_errors(self.scheduler, self.pool, self.sequences.values())
 
     def _emit_blocks(self) -> None:
         stored, removed = self.pool.events()
         if stored or removed:
             self._emit(msg.Blocks(stored=stored, removed=removed))
-
-
-def _failed(seq: str, error: EpdError) -> msg.Failed:
-    return msg.Failed(
-        seq=seq,
-        reason=error.reason,
-        message=error.message,
-        field=error.field,
-        retry_after_seconds=error.retry_after_seconds,
-    )

@@ -38,7 +38,8 @@ class Batch:
 
     @property
     def by_layer(self) -> bool:
-        """Layers are announced one by one: a published prompt ends in this step, so its puller waits for nothing else."""
+        """Layers are announced one by one: a published prompt ends in this step, so its puller waits for nothing
+        else."""
         return any(row.published and row.samples for row in self.rows)
 
 
@@ -62,18 +63,20 @@ class Executor(Protocol):
     def execute(self, batch: Batch, layer_done: Callable[[int], None]) -> list[list[Sampled | None]]:
         """Computes the rows. For every row one entry per choice in `samples`; None where the logits were not finite.
 
-        In a by_layer batch layer_done(n) is called once layers [0, n) of all published rows are in the pool's shared memory;
-        when it returns, all layers of all published rows are.
+        In a by_layer batch layer_done(n) is called once layers [0, n) of all published rows are in the pool's shared
+        memory; when it returns, all layers of all published rows are.
         """
 
     def zero(self, blocks: Sequence[int], start: int = 0) -> None:
-        """Zeroes positions [start, block_size) of blocks: what a partial block holds beyond its tokens must be finite."""
+        """Zeroes positions [start, block_size) of blocks: what a partial block holds beyond its tokens must be
+        finite."""
 
     def copy(self, source: int, target: int) -> None:
         """Copies a block, all layers."""
 
     def export_blocks(self, blocks: Sequence[int]) -> None:
-        """Blocks are about to be read by a puller: bring them to the pool's shared memory, where they are not there already."""
+        """Blocks are about to be read by a puller: bring them to the pool's shared memory, where they are not there
+        already."""
 
     def import_blocks(self, blocks: Sequence[int]) -> None:
         """Blocks were filled by a pull: bring them from the pool's shared memory to where the model reads them."""

@@ -38,7 +38,8 @@ def load_executor(settings: EngineSettings, layout: KvLayout, memory: PoolMemory
 class EngineLoop:
     """Commands in, steps, events out, until Shutdown or the service's end of the socket closes.
 
-    One frame of events before a step and one after it. `doorbell` is an eventfd, written when the progress counter moved.
+    One frame of events before a step and one after it. `doorbell` is an eventfd, written when the progress counter
+    moved.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class EngineLoop:
         return bool(select.select([self._sock], [], [], timeout)[0])
 
     def _report(self, *, final: bool) -> None:
-        """Sends what happened, and the load when it changed: at most ten times a second, and once more before idling."""
+        """Sends what happened, and the load when it changed: at most ten times a second, and once more before
+        idling."""
         now = time.monotonic()
         if final or now - self._load_at >= LOAD_INTERVAL_SECONDS:
             load = self._core.load()

@@ -37,7 +37,8 @@ class Submit(Command, kw_only=True):
 
 
 class Reserve(Command, kw_only=True):
-    """Room for a prompt's KV that will be pulled: prompt blocks + one a choice. Answers: Reserved (when there is room), or Failed."""
+    """Room for a prompt's KV that will be pulled: prompt blocks + one a choice. Answers: Reserved (when there is
+    room), or Failed."""
 
     seq: str
     prompt: list[int]
@@ -49,7 +50,8 @@ class Reserve(Command, kw_only=True):
 
 
 class Commit(Command):
-    """The pull of a reserved sequence is complete and checked: index its blocks, fork the choices, decode. Answers: Tokens…, Done."""
+    """The pull of a reserved sequence is complete and checked: index its blocks, fork the choices, decode. Answers:
+    Tokens…, Done."""
 
     seq: str
     first: list[ChoiceTokens]  # the prefill worker's first tokens; finished choices are not decoded
@@ -62,7 +64,8 @@ class Release(Command):
 
 
 class Cancel(Command):
-    """Stop a sequence in any state and free what it holds, publication included. Idempotent, also for unknown ids. No answer."""
+    """Stop a sequence in any state and free what it holds, publication included. Idempotent, also for unknown ids. No
+    answer."""
 
     seq: str
 
@@ -112,7 +115,8 @@ class Started(Event):
 
 
 class Chunk(Event):
-    """Sent before the step runs: tokens [start, end) of the prompt are computed in this step. Only for published sequences.
+    """Sent before the step runs: tokens [start, end) of the prompt are computed in this step. Only for published
+    sequences.
 
     The pool's progress counter tells when: PoolMemory.progress() >= (step, layers).
     """
@@ -132,7 +136,8 @@ class Tokens(Event):
 
 
 class Prefilled(Event):
-    """The prompt is computed and the first token of each choice sampled (sent instead of Tokens when decode is False)."""
+    """The prompt is computed and the first token of each choice sampled (sent instead of Tokens when decode is
+    False)."""
 
     seq: str
     first: list[ChoiceTokens]
@@ -177,7 +182,8 @@ class Failed(Event):
 
 
 class Blocks(Event):
-    """Prefix index changes since the last event, keys cut to 16 bytes, in order: stored then removed never names a key twice."""
+    """Prefix index changes since the last event, keys cut to 16 bytes, in order: stored then removed never names a
+    key twice."""
 
     stored: list[bytes]
     removed: list[bytes]

@@ -18,8 +18,8 @@ from common.transfer.pool_memory import PoolMemory
 class ModulesExecutor:
     """A Hugging Face checkpoint on CPU or CUDA, in float32, bfloat16 or float16.
 
-    The KV tensor is the pool's shared memory itself, or, mirrored (always on CUDA), a tensor of its own on the device, from
-    which published blocks are copied to the shared memory and into which pulled ones are.
+    The KV tensor is the pool's shared memory itself, or, mirrored (always on CUDA), a tensor of its own on the
+    device, from which published blocks are copied to the shared memory and into which pulled ones are.
     """
 
     name = "modules"

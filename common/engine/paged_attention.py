@@ -15,7 +15,8 @@ NAME = "epd_paged"
 
 @dataclass(slots=True)
 class _Decodes:
-    """Decode rows of a step, padded to the longest: blocks int64 [rows × width], mask bool [rows, 1, 1, width × block_size]."""
+    """Decode rows of a step, padded to the longest: blocks int64 [rows × width], mask bool [rows, 1, 1, width ×
+    block_size]."""
 
     blocks: torch.Tensor
     mask: torch.Tensor
@@ -23,7 +24,8 @@ class _Decodes:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rows [begin, end) of the step are positions [start, stop) of one sequence; blocks int64 [n] hold its tokens [0, stop)."""
+    """Rows [begin, end) of the step are positions [start, stop) of one sequence; blocks int64 [n] hold its tokens [0,
+    stop)."""
 
     begin: int
     end: int

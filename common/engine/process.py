@@ -9,11 +9,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import common
 import common.engine.messages as msg
 from common.cache.keys import KvLayout
+from common.engine.dtype import resolve_dtype
 from common.engine.settings import EngineSettings
 from common.engine.streams import SequenceStream
 from common.engine.wire import Launch, encode, event_reader
@@ -39,7 +40,8 @@ _NO_LOAD = msg.LoadReport(
 
 
 class EngineProcess(asyncio.Protocol):
-    """Implements common.engine.client.Engine; made by `launch`. All methods belong to the event loop that launched it."""
+    """Implements common.engine.client.Engine; made by `launch`. All methods belong to the event loop that launched
+    it."""
 
     ready: msg.Ready
 
@@ -72,9 +74,10 @@ class EngineProcess(asyncio.Protocol):
     async def launch(cls, settings: EngineSettings, *, in_thread: bool = False) -> Self:
         """Starts an engine and returns once its model is loaded.
 
-        in_thread: in a thread of this process, for tests. Raises InvalidArgument or ModelNotFound for a model that cannot be
-        served, EngineFailed when the engine ends before it is ready.
+        in_thread: in a thread of this process, for tests. Raises InvalidArgument or ModelNotFound for a model that
+        cannot be served, EngineFailed when the engine ends before it is ready.
         """
+        settings = resolve_dtype(settings)
         layout = await asyncio.to_thread(kv_layout, settings)
         engine = cls(settings, layout)
         ours, theirs = socket.socketpair()
@@ -87,11 +90,8 @@ class EngineProcess(asyncio.Protocol):
             else:
                 await engine._start_process(theirs)
             engine._supervisor = asyncio.create_task(engine._supervise())
-            await asyncio.wait(
-                [engine._ready, engine._closed],
-                timeout=READY_TIMEOUT_SECONDS,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            either: list[asyncio.Future[Any]] = [engine._ready, engine._closed]
+            await asyncio.wait(either, timeout=READY_TIMEOUT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not engine._ready.done():
                 cause = engine._closed.result() if engine._closed.done() else "it took too long"
                 raise EngineFailed(f"the engine did not start: {cause}")
@@ -223,7 +223,8 @@ class EngineProcess(asyncio.Protocol):
         if self._lost.done():
             raise EngineFailed("the engine is gone")
         self._inspection += 1
-        future = self._inspections[self._inspection] = self._loop.create_future()
+        future: asyncio.Future[msg.Inspected] = self._loop.create_future()
+        self._inspections[self._inspection] = future
         self.send(msg.Inspect(number=self._inspection))
         return await future
 

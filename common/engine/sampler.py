@@ -14,9 +14,10 @@ from common.sampling import SamplingParams, TokenLogprob, TopLogprob
 class Sampler:
     """Applies SamplingParams to rows of logits.
 
-    Order: logit_bias, repetition penalty, presence and frequency penalties, min_tokens, temperature, top_k, top_p, min_p,
-    then Gumbel-max: the token with the highest score + noise, its noise a function of (seed, choice, position, token id).
-    A random cumulative sum would do too, but flips on noise of 1e-5 in any logit; a maximum flips on near ties only.
+    Order: logit_bias, repetition penalty, presence and frequency penalties, min_tokens, temperature, top_k, top_p,
+    min_p, then Gumbel-max: the token with the highest score + noise, its noise a function of (seed, choice, position,
+    token id). A random cumulative sum would do too, but flips on noise of 1e-5 in any logit; a maximum flips on near
+    ties only.
     """
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
@@ -103,7 +104,8 @@ def _penalized(logits: np.ndarray, choice: Choice, eos_token_ids: Sequence[int])
 
 
 def _filtered(scores: np.ndarray, params: SamplingParams) -> np.ndarray | None:
-    """Ids that top_k, top_p and min_p leave, ascending; None: all. scores: float64 [vocab_size], temperature applied."""
+    """Ids that top_k, top_p and min_p leave, ascending; None: all. scores: float64 [vocab_size], temperature
+    applied."""
     size = len(scores)
     ids: np.ndarray | None = None
     if 0 < params.top_k < size:

@@ -75,8 +75,9 @@ class Limits:
 class Choice:
     """One continuation of the prompt. Until the fork only the first choice holds blocks and computes.
 
-    output: tokens after the prompt, those given by a resume included. blocks: ids in token order, maybe more than needed.
-    computed: tokens whose KV is in the blocks. indexed: blocks already offered to the prefix index (hits included).
+    output: tokens after the prompt, those given by a resume included. blocks: ids in token order, maybe more than
+    needed. computed: tokens whose KV is in the blocks. indexed: blocks already offered to the prefix index (hits
+    included).
     """
 
     sequence: "Sequence"
@@ -162,8 +163,9 @@ class Sequence:
     """One submission or reservation with all its choices.
 
     publish: its blocks are wanted by a puller, from the submission (leased) until the release.
-    spare: blocks kept for the fork, one a choice. published: blocks kept for a puller. given: output tokens at the start.
-    cached_tokens: hits of the first admission. started: Started was sent, a preempted prompt is not announced again.
+    spare: blocks kept for the fork, one a choice. published: blocks kept for a puller. given: output tokens at the
+    start. cached_tokens: hits of the first admission. started: Started was sent, a preempted prompt is not announced
+    again.
     """
 
     seq: str

@@ -6,7 +6,8 @@ import msgspec
 
 
 class TimedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency model of the `timed` executor: step seconds = base + per_token · prefill tokens + per_sequence · decodes."""
+    """Latency model of the `timed` executor: step seconds = base + per_token · prefill tokens + per_sequence ·
+    decodes."""
 
     base_seconds: float = 0.002
     seconds_per_prefill_token: float = 0.00002
@@ -23,7 +24,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str = ""  # a Hugging Face directory with safetensors; unused by `timed`
     served_name: str = ""  # enters the layout and the block keys
     revision: str = ""  # checksum of the checkpoint; computed from its files when empty
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: what this machine computes in fast
     device: str = "auto"  # auto | cpu | cuda[:n]
     block_size: int = 16  # a multiple of 16
     num_blocks: int = 1024

@@ -7,7 +7,8 @@ import common.engine.messages as msg
 
 
 class SequenceStream:
-    """An EngineStream. Ends after Done, Failed or, when nothing follows it, Prefilled; and when the sequence is cancelled."""
+    """An EngineStream. Ends after Done, Failed or, when nothing follows it, Prefilled; and when the sequence is
+    cancelled."""
 
     def __init__(self, command: msg.Submit | msg.Reserve) -> None:
         self.seq = command.seq

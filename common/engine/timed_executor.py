@@ -19,9 +19,10 @@ _FIRST_TOKEN = 16  # lower ids are often special
 class TimedExecutor:
     """Stand-in for planner, routing and load tests: step seconds by settings.timed's formula, spent asleep.
 
-    A token is a function of all tokens before it and the choice's index, so a resume, a retry or any form of the mesh gives
-    the same. Its pool has num_layers layers, one KV head, head_dim 2, float32; `expected_kv` says what it holds. There is no
-    end-of-text token: requests run to max_tokens or a stop token. Sampling parameters do not change the tokens.
+    A token is a function of all tokens before it and the choice's index, so a resume, a retry or any form of the mesh
+    gives the same. Its pool has num_layers layers, one KV head, head_dim 2, float32; `expected_kv` says what it
+    holds. There is no end-of-text token: requests run to max_tokens or a stop token. Sampling parameters do not
+    change the tokens.
     """
 
     name = "timed"

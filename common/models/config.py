@@ -100,9 +100,11 @@ def kv_layout(settings: EngineSettings) -> KvLayout:
 
 
 def checkpoint_revision(root: Path) -> str:
-    """32 hex digits over config.json and, of every safetensors file, its name, size, header and spaced probes of its data.
+    """32 hex digits over config.json and, of every safetensors file, its name, size, header and spaced probes of its
+    data.
 
-    Reads about 1 MiB a file whatever its size, so it costs milliseconds; the probes tell apart two trainings of one shape.
+    Reads about 1 MiB a file whatever its size, so it costs milliseconds; the probes tell apart two trainings of one
+    shape.
     """
     files = sorted(root.glob("*.safetensors"))
     if not files:

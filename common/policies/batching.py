@@ -1,6 +1,7 @@
 """What runs in the next engine step: Sarathi-Serve's stall-free batching (Agrawal et al., OSDI 2024).
 
-Decodes first, so that no prompt delays a running stream; then unfinished prompts; then new ones, all under one token budget.
+Decodes first, so that no prompt delays a running stream; then unfinished prompts; then new ones, all under one token
+budget.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +19,8 @@ class Running(NamedTuple):
 
 
 class Newcomer(NamedTuple):
-    """A sequence that waits. pending: tokens to compute, cached ones left out; blocks: what it takes from the pool's room;
-    rows: sequences it becomes once it decodes."""
+    """A sequence that waits. pending: tokens to compute, cached ones left out; blocks: what it takes from the pool's
+    room; rows: sequences it becomes once it decodes."""
 
     key: int
     pending: int
@@ -45,9 +46,9 @@ def plan(
 ) -> Plan:
     """Decides one step.
 
-    newcomers: in the order of admission, read only as far as the budget goes; the first that does not fit ends admission,
-    so that small requests never starve a large one. room_blocks: blocks free or evictable. Every running decode keeps room
-    for its next block, or admission would soon be paid for with a preemption.
+    newcomers: in the order of admission, read only as far as the budget goes; the first that does not fit ends
+    admission, so that small requests never starve a large one. room_blocks: blocks free or evictable. Every running
+    decode keeps room for its next block, or admission would soon be paid for with a preemption.
     """
     budget = token_budget
     ordered = sorted(running, key=_order)

@@ -23,7 +23,8 @@ INSTANT = TimedModel(base_seconds=0, seconds_per_prefill_token=0, seconds_per_de
 
 
 class Harness:
-    """Records every event; `tokens[seq][choice]`, `reasons[seq][choice]`, `failed[seq]` hold what a client would see."""
+    """Records every event; `tokens[seq][choice]`, `reasons[seq][choice]`, `failed[seq]` hold what a client would
+    see."""
 
     def __init__(self, **settings: Any) -> None:
         settings = {"num_blocks": 64, "dtype": "float32", "executor": "timed", "timed": INSTANT, **settings}
@@ -156,9 +157,7 @@ def disaggregated(
     prefill.run()
     decode.run()
     assert seq not in decode.failed, decode.failed[seq]
-    return {
-        index: tokens + decode.tokens[seq][index] for index, tokens in prefill.tokens[seq].items()
-    }
+    return {index: tokens + decode.tokens[seq][index] for index, tokens in prefill.tokens[seq].items()}
 
 
 class Reference:

@@ -1,4 +1,5 @@
-"""The numbered cases at the engine's level, on the timed executor where tokens do not matter, on a model where they do."""
+"""The numbered cases at the engine's level, on the timed executor where tokens do not matter, on a model where they
+do."""
 
 import pytest
 
@@ -44,7 +45,9 @@ def test_a6_one_of_three_choices_ends(engine):
         engine.submit(seq, prompt(40), choices=[0, 1, 2], max_tokens=20, stop_token_ids=(firsts[ended][0],))
         engine.run()
         assert engine.reasons[seq] == {**dict.fromkeys(range(3), "length"), ended: "stop"}
-        assert [len(engine.tokens[seq][index]) for index in range(3)] == [1 if index == ended else 20 for index in range(3)]
+        assert [len(engine.tokens[seq][index]) for index in range(3)] == [
+            1 if index == ended else 20 for index in range(3)
+        ]
         engine.clean()
 
 
@@ -84,21 +87,23 @@ def test_a10_exactly_k_blocks_twice(llama):
 
 def test_a13_second_preemption_is_told():
     """Given up after one local recomputation; everything it held is free, the other is undisturbed."""
-    engine = Harness(num_blocks=8, token_budget=64)
-    engine.submit("old", prompt(30), max_tokens=90, priority=1)
-    engine.submit("s", prompt(30, 60), max_tokens=60)
-    while engine.failed.get("s") is None and engine.step():
-        for choice in engine.core.scheduler.running:
-            if choice.sequence.seq == "s" and choice.preemptions == 1 and not choice.prefilling:
-                engine.core.scheduler._preempt()  # memory runs short once more
-                break
-    assert engine.failed["s"].reason == "PREEMPTED"
+    engine = Harness(num_blocks=14)
+    engine.submit("short", prompt(64), max_tokens=40)  # makes room for the first recomputation
+    engine.submit("long", prompt(16, 90), max_tokens=180)  # takes it again
+    engine.submit("s", prompt(40, 60), max_tokens=120)
     engine.run()
-    assert len(engine.tokens["old"][0]) == 90
+    assert engine.failed.keys() == {"s"}
+    assert engine.failed["s"].reason == "PREEMPTED"
+    rows = [row for batch in engine.batches for row in batch.rows if row.choice.sequence.seq == "s"]
+    assert {row.choice.preemptions for row in rows} == {2}
+    assert sum(row.end - row.start > 1 for row in rows) == 2  # the prompt, and one recomputation
+    assert len(engine.tokens["long"][0]) == 180
     engine.clean()
 
 
-@pytest.mark.parametrize("stage", ["waiting", "prefilling", "decoding", "published", "reserving", "reserved", "committed"])
+@pytest.mark.parametrize(
+    "stage", ["waiting", "prefilling", "decoding", "published", "reserving", "reserved", "committed"]
+)
 def test_a14_cancel_at_every_stage(stage):
     engine = Harness(num_blocks=16, token_budget=16)
     blocker = {"waiting": 200, "reserving": 200}.get(stage)
@@ -109,7 +114,15 @@ def test_a14_cancel_at_every_stage(stage):
         engine.reserve("s", prompt(60), choices=[0, 1])
     else:
         engine.submit("s", prompt(60), choices=[0, 1], publish=stage == "published", decode=stage != "published")
-    steps = {"waiting": 1, "prefilling": 2, "decoding": 6, "published": 6, "reserving": 1, "reserved": 1, "committed": 1}
+    steps = {
+        "waiting": 1,
+        "prefilling": 2,
+        "decoding": 6,
+        "published": 6,
+        "reserving": 1,
+        "reserved": 1,
+        "committed": 1,
+    }
     for _ in range(steps[stage]):
         engine.step()
     if stage == "committed":

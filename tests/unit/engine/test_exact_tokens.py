@@ -6,7 +6,7 @@ import common.engine.messages as msg
 from tests.checkpoints import SLIDING_WINDOW
 from tests.unit.engine.harness import Harness, disaggregated
 
-# Shorter than a block; exactly one and three blocks; partial blocks; beyond the sliding window while decoding and at once.
+# Shorter than a block; whole blocks; a partial one that reaches the sliding window while decoding; beyond it at once.
 LENGTHS = (5, 16, 48, 37, 2 * SLIDING_WINDOW + 9)
 
 

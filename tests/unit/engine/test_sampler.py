@@ -40,7 +40,9 @@ def pick(logits, *args, **params) -> int:
 def drawn(logits, count=300, **params) -> set[int]:
     """Tokens that come up over many positions."""
     values = np.asarray(logits, np.float32)
-    return {choose(values, choice(output=[0] * position, temperature=1.0, **params), (EOS,)) for position in range(count)}
+    return {
+        choose(values, choice(output=[0] * position, temperature=1.0, **params), (EOS,)) for position in range(count)
+    }
 
 
 def test_greedy_takes_the_lowest_of_equals():
@@ -163,7 +165,9 @@ def test_logprobs_are_of_the_raw_logits():
 
 def test_rows_that_are_not_finite_are_told_alone():
     logits = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [1.0, float("inf")], [3.0, 1.0]])
-    sampled = Sampler(()).sample(logits, [[choice(), choice(index=1)], [choice(), choice(index=1)], [choice()], [choice()]])
+    sampled = Sampler(()).sample(
+        logits, [[choice(), choice(index=1)], [choice(), choice(index=1)], [choice()], [choice()]]
+    )
     assert sampled == [[Sampled(1, None)] * 2, [None, None], [None], [Sampled(0, None)]]
 
 
