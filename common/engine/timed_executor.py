@@ -47,8 +47,7 @@ class TimedExecutor:
         seconds = (
             model.base_seconds + model.seconds_per_prefill_token * prefill + model.seconds_per_decode * batch.decodes
         )
-        for row in batch.rows:
-            self._write(row)
+        self._write(batch.rows)
         if batch.by_layer:
             for layer in range(self.num_layers):
                 self._sleep(seconds / self.num_layers)
@@ -57,18 +56,19 @@ class TimedExecutor:
             self._sleep(seconds)
         return [[self._next(choice) for choice in row.samples] for row in batch.rows]
 
-    def _write(self, row: Row) -> None:
-        size, blocks = self._block_size, row.choice.blocks
-        if row.end - row.start == 1:
-            where: tuple[int | np.ndarray, int | np.ndarray] = blocks[row.start // size], row.start % size
-        else:
-            positions = np.arange(row.start, row.end)
-            where = np.asarray(blocks)[positions // size], positions % size
-        values = expected_kv(row.choice.tokens(row.start, row.end), row.start, self.num_layers)
-        for which in range(2):
-            self._kv[:, where[0], which, where[1]] = (
-                values[:, which] if row.end - row.start > 1 else values[:, which, 0]
-            )
+    def _write(self, rows: Sequence[Row]) -> None:
+        """The pattern of all rows at once."""
+        size = self._block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
+        for row in rows:
+            tokens += row.choice.tokens(row.start, row.end)
+            positions += range(row.start, row.end)
+            blocks += [row.choice.blocks[position // size] for position in range(row.start, row.end)]
+        where = np.asarray(positions)
+        # Indexes on both sides of a slice: their dimension comes first, [token, layer, k|v, 2].
+        self._kv[:, blocks, :, where % size] = expected_kv(tokens, where, self.num_layers).transpose(2, 0, 1, 3)
 
     def _next(self, choice: Choice) -> Sampled:
         length = choice.length
@@ -97,13 +97,13 @@ class TimedExecutor:
         pass
 
 
-def expected_kv(token_ids: Sequence[int], start: int, num_layers: int) -> np.ndarray:
-    """What the pool holds for tokens at positions start, start + 1, …: float32 [layer, k|v, token, 2].
+def expected_kv(token_ids: Sequence[int], positions: Sequence[int] | np.ndarray, num_layers: int) -> np.ndarray:
+    """What the pool holds for tokens at positions: float32 [layer, k|v, token, 2].
 
     Keys are (token id, position), values (layer + 1, position).
     """
     values = np.empty((num_layers, 2, len(token_ids), 2), np.float32)
     values[:, 0, :, 0] = token_ids
     values[:, 1, :, 0] = np.arange(1, num_layers + 1)[:, None]
-    values[:, :, :, 1] = np.arange(start, start + len(token_ids))
+    values[:, :, :, 1] = positions
     return values

@@ -57,5 +57,5 @@ def test_pattern_of_prompt_and_output():
     assert len(tokens) == 37 + 19
     kv = engine.memory.data.view(np.float32).reshape(layers, 64, 2, 16, 2)[:, choice.blocks]
     rows = kv.transpose(0, 2, 1, 3, 4).reshape(layers, 2, -1, 2)[:, :, : len(tokens)]
-    assert (rows == expected_kv(tokens, 0, layers)).all()
+    assert (rows == expected_kv(tokens, range(len(tokens)), layers)).all()
     assert engine.of(msg.Started)[0].blocks == choice.blocks[:3]
