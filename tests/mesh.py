@@ -62,9 +62,17 @@ async def collect(stream: Any) -> Answer:
     return answer
 
 
-def request(prompt: Sequence[int] | str, *, n: int = 1, stop: Sequence[str] = (), **sampling: Any) -> Any:
+def request(
+    prompt: Sequence[int] | str,
+    *,
+    model: str = MODEL,
+    n: int = 1,
+    stop: Sequence[str] = (),
+    priority: int = 0,
+    **sampling: Any,
+) -> Any:
     """A GenerateRequest; greedy unless a temperature is given."""
-    made = generation_pb2.GenerateRequest(model=MODEL, n=n, stop=stop)
+    made = generation_pb2.GenerateRequest(model=model, n=n, stop=stop, priority=priority)
     if isinstance(prompt, str):
         made.text = prompt
     else:
