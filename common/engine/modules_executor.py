@@ -1,5 +1,6 @@
 """The `modules` executor: transformers' own modelling code over the paged pool."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from common.engine.sampler import Sampler
 from common.engine.settings import EngineSettings
 from common.models.config import read_config
 from common.transfer.pool_memory import PoolMemory
+
+# Loading sets torch's default dtype for the whole process, so engines that share one load in turn.
+_LOADING = threading.Lock()
 
 
 class ModulesExecutor:
@@ -32,7 +36,8 @@ class ModulesExecutor:
         self.num_layers = layout.num_layers
         self._device = _device(settings.device)
         dtype = getattr(torch, layout.dtype)
-        self._model = _load(settings.model_dir, dtype).to(self._device)
+        with _LOADING:
+            self._model = _load(settings.model_dir, dtype).to(self._device)
         shape = (
             layout.num_layers,
             memory.num_blocks,
