@@ -54,9 +54,12 @@ def connect(
     A peer that stopped, or cannot be reached any more, is noticed after `keepalive_seconds` and a third of it at most;
     its calls then end with UNAVAILABLE. The calls look like grpc.aio's own. `options` are further channel arguments.
     """
+    timeout_ms = int(keepalive_seconds * 1000 / 3)
     keepalive = (
         ("grpc.keepalive_time_ms", int(keepalive_seconds * 1000)),
-        ("grpc.keepalive_timeout_ms", int(keepalive_seconds * 1000 / 3)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # A minute by default, and the one that counts for a stopped peer, whose kernel still answers.
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
     )
     merged = (*_OPTIONS, *keepalive, *options)
     if tls is None:

@@ -24,6 +24,7 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     # And a client that is gone without a word is noticed.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
