@@ -157,3 +157,21 @@ async def test_without_overlap_nothing_is_read_before_the_end(mesh: Mesh) -> Non
     publication.finished(first_token(), len(TOKENS), token_hash(TOKENS))
     assert (await pulling).bytes_read == ALL_BYTES
     assert side.has(owner)
+
+
+async def test_prompt_shorter_than_a_block(mesh: Mesh, channel: str) -> None:
+    """Case A9: one block, partly filled, computed in one chunk and read layer by layer."""
+    owner, side, key = await mesh.owner(), mesh.puller(channel), new_key()
+    tokens = TOKENS[:5]
+    publication = owner.publish(key)
+    pulling = side.pull(owner, key, token_ids=tokens)
+    owner.engine.fill(BLOCKS[:1])
+    publication.started(BLOCKS[:1], [int(owner.engine.pool.generations[BLOCKS[0]])], len(tokens))
+    publication.chunk(1, 0, len(tokens), last=True)
+    await owner.engine.reach(1, 1)
+    await owner.table.until(lambda: owner.table.state(key).taken.layers == 1)
+    await owner.engine.reach(1)
+    publication.finished(first_token(), len(tokens), token_hash(tokens))
+    result = await pulling
+    assert (result.moved, result.bytes_read) == (True, LAYOUT.block_bytes)
+    assert side.has(owner, slice(0, 1))
