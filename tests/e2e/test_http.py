@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP edge as the `openai` package sees it, down to real engines."""
 
+import asyncio
+import json
 import uuid
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
 import pytest_asyncio
 
+from common.engine.settings import TimedModel
 from common.metrics import Metrics
 from common.models.tokenizer import Tokenizer
 from tests.e2e.conftest import Meshes
@@ -309,3 +313,39 @@ async def test_metrics_after_a_request(client: Any, http: httpx.AsyncClient, tok
     for metric in vars(Metrics()).values():
         if name := getattr(metric, "_name", ""):
             assert f"# TYPE {name}" in text
+
+
+@session
+async def test_c11_an_answer_that_breaks_off_has_no_good_end(meshes: Meshes) -> None:
+    """The only decode worker goes in mid-stream: one event and no [DONE]; a status; an error, not a half."""
+    slow = TimedModel(base_seconds=0.03, num_layers=3, vocab_size=512, max_context=4096)
+    options: dict[str, Any] = {"executor": "timed", "timed": slow, "gateway": {"route_wait_seconds": 0.2}}
+    async with (
+        meshes.make(**options) as mesh,
+        httpx.AsyncClient(base_url=f"http://{mesh.gateway.http_address}", timeout=PATIENCE_SECONDS) as http,
+    ):
+        body = {"model": MODEL, "prompt": IDS, "max_tokens": 1000, "ignore_eos": True}
+        calls = [
+            asyncio.create_task(http.post("/v1/completions", json=body | {"stream": True})),
+            asyncio.create_task(http.post("/v1/completions", json=body)),
+            asyncio.create_task(mesh.generate(IDS, max_tokens=1000, ignore_eos=True)),
+        ]
+        decode = mesh.workers.pop()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while decode.context.running_requests < 3 or decode.engine.load.running < 3:
+                await asyncio.sleep(0.01)
+        await decode.stop()
+        stream, whole, answer = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(stream, httpx.Response)
+        assert stream.status_code == 200
+        *tokens, last = [json.loads(line.removeprefix("data: ")) for line in stream.text.split("\n\n") if line]
+        assert tokens
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in tokens)
+        assert last["error"]["type"] == "server_error"
+        assert last["error"]["code"] == "no_workers"
+        assert isinstance(whole, httpx.Response)
+        assert whole.status_code == 503
+        assert int(whole.headers["retry-after"]) >= 1
+        assert isinstance(answer, grpc.aio.AioRpcError)
+        assert answer.code() is grpc.StatusCode.UNAVAILABLE
+        await mesh.settled()
