@@ -15,6 +15,7 @@ TORCH := torch==2.13.0
 export EPD_MODELS_DIR ?= $(CURDIR)/models
 export EPD_RUN_DIR ?= $(CURDIR)/.run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/v1/*.proto)
 
@@ -30,6 +31,7 @@ down: $(VENV)/.local-stamp
 	@$(BIN)/epd down
 
 test: $(VENV)/.dev-stamp lint
+	@$(BIN)/epd models get >/dev/null
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.dev-stamp
@@ -51,6 +53,7 @@ clean:
 $(VENV)/.torch-stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@touch $@
 

