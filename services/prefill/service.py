@@ -6,7 +6,7 @@ import grpc
 
 from common import telemetry
 from common.engine.messages import Cancel, Chunk, Failed, Prefilled, Started, Submit
-from common.errors import EngineFailed, EpdError
+from common.errors import EngineFailed, EpdError, TransferFailed
 from common.rpc import wire
 from common.rpc.worker_context import WorkerContext, engine_error
 from common.transfer.publications import Publication, PublicationTable
@@ -75,6 +75,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                             return
                         case Failed():
                             raise engine_error(event)
+                if publication and publication.released.is_set():
+                    # Nothing is wrong here: the retry may come back, and finds the prefix that was computed.
+                    raise TransferFailed("the puller left before the prompt was computed")
                 raise EngineFailed("the engine ended before the prompt was computed")
             except EpdError as error:
                 if publication and not finished:
