@@ -46,6 +46,9 @@ class RateLimit:
         self._seconds_per_byte = 1 / bytes_per_second
         self._free_at = 0.0
 
+    def bytes_in(self, seconds: float) -> int:
+        return max(1, int(seconds / self._seconds_per_byte))
+
     async def take(self, count: int) -> None:
         """Returns when `count` bytes have passed the link."""
         now = asyncio.get_running_loop().time()

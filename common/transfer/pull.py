@@ -31,7 +31,7 @@ from epd.v1 import transfer_pb2 as pb
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20  # read at once; the owner hears of progress after each
-THROTTLED_PIECE_BYTES = 1 << 20
+TURN_SECONDS = 0.02
 WAITING_ACK_SECONDS = 0.5  # how often the owner hears that there is no room yet
 CLOSE_SECONDS = 2.0  # for the owner to end the stream after done
 
@@ -249,7 +249,9 @@ class Pull:
 
     async def _copy(self, taken: Watermark, ready: Watermark) -> None:
         layout = self._home.layout
-        piece = THROTTLED_PIECE_BYTES if self._home.rate_limit else PIECE_BYTES
+        limit = self._home.rate_limit
+        # On a slow link small pieces in turns, so that every pull that shares it is seen to make progress.
+        piece = min(PIECE_BYTES, limit.bytes_in(TURN_SECONDS)) if limit else PIECE_BYTES
         if self._channel is None:
             self._channel = await self._open_channel()
         for span in spans_between(taken, ready, self._machine.target.num_blocks, layout.num_layers):

@@ -196,7 +196,12 @@ def step(owner: Owner, event: Event, now: float, limits: HandoffLimits) -> tuple
             return _release(replace(owner, readers=owner.readers - 1), [])
         case ReadBegin():
             why = read_refusal(owner, event)
-            return (owner, [Refuse(None, why)]) if why else (replace(owner, readers=owner.readers + 1), [])
+            # Asking for more, the puller has taken what came before: on a slow link the only sign of life for long.
+            return (
+                (owner, [Refuse(None, why)])
+                if why
+                else (replace(owner, readers=owner.readers + 1, progress_at=now), [])
+            )
         case Open(stream, shown):
             why = refusal(owner, shown)
             return (owner, [Refuse(stream, why)]) if why else _open(owner, stream, now)
