@@ -106,7 +106,7 @@ def worker(
     model: Annotated[str, typer.Argument(help="A model's name or directory")] = "",
     roles: Annotated[str | None, typer.Option(help="prefill, decode, or prefill,decode")] = None,
     served_name: Annotated[str | None, typer.Option()] = None,
-    worker_id: Annotated[str | None, typer.Option(help="[default: roles, host name and port]")] = None,
+    worker_id: Annotated[str | None, typer.Option(help="[default: roles, host name and process id]")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="0: any free one")] = None,
     advertise: Annotated[str | None, typer.Option(help="host that gateways and workers reach it by")] = None,

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import tempfile
 
 import msgspec
@@ -85,7 +86,9 @@ class Worker:
         cleanup.push_async_callback(engine.close)
 
         server = self._server = make_server(telemetry=tel)
-        identity = Identity(settings.worker_id or f"{'-'.join(settings.roles)}-{os.getpid()}", new_incarnation())
+        # Replicas in containers share roles and process ids, not host names.
+        default_id = f"{'-'.join(settings.roles)}-{socket.gethostname()}-{os.getpid()}"
+        identity = Identity(settings.worker_id or default_id, new_incarnation())
         publications = self._publications = PublicationTable(
             identity, engine, overlap=settings.pull_overlap, limits=settings.handoff
         )

@@ -14,7 +14,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All knobs of one worker process; see docs for the table."""
 
     roles: tuple[str, ...] = ("prefill", "decode")
-    worker_id: str = ""  # default: roles, host name and port
+    worker_id: str = ""  # default: roles, host name and process id
     host: str = "127.0.0.1"  # address to listen on
     port: int = 0  # 0: any free one
     advertise: str = ""  # host that peers can reach; default: `host`

@@ -72,6 +72,7 @@ async def generate(address: str, prompt: str, question: Question, *, as_json: bo
     else:
         for index, text in sorted(texts.items()):
             print(f"[{index}] {text}")
+    sys.stdout.flush()
     if timing:
         make_console(stderr=True).print(hops_table(response.accounting))
 
