@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Workers without an engine: real gRPC servers on loopback that answer deterministic tokens and fail when told to."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A collector for tests: OTLP's own service on a real gRPC server, keeping what it is sent."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Small tokenizers, written as a model directory has them."""
 
 import json

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, and chat templates, from a Hugging Face directory and without importing torch.
 
 `transformers` would import torch with its tokenizers, so this uses the `tokenizers` library alone and renders chat

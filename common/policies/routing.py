@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Which workers serve a request: a pure function over a snapshot of the fleet.
 
 Every cost is in tokens, so that load, cache hits and transfers can be added up:

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Where a request's time went, whether it met its objectives, and which hop to blame when it did not.
 
 Times are durations of one clock, the gateway's, or durations that workers measured; clocks of two machines are never

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A request's time line on the gateway's clock, and the hops it adds up to.
 
 The critical path is that of the choice that ended last: what came before routing, then its attempts one by one.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Who may start now: bounds on requests in flight, unique client ids, draining."""
 
 import asyncio

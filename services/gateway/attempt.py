@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One try of one leg: prefill and decode called at the same time, their tokens handed to the choices in order.
 
 All calls of an attempt end with it, however it ends. Nothing of it is used by a later one but the tokens received.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One streaming call to one worker: accepted in time, never silent for too long, cancelled when it is let go."""
 
 import asyncio

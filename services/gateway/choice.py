@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One choice of a request: tokens come in, text goes out."""
 
 from collections.abc import Sequence

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Token ids to text as they come.
 
 The pieces add up to the text of all ids decoded at once, and none ends in half a character.

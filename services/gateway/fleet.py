@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """All workers the registry names, and the snapshot that the router works on."""
 
 import asyncio

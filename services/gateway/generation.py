@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The life of one request in the gateway, from what the client sent to the message with its usage and timings."""
 
 import asyncio

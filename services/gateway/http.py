@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The OpenAI-compatible HTTP edge. It turns bodies into gRPC's own requests, so both edges go one way from there."""
 
 import secrets

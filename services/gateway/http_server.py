@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """uvicorn on the event loop that is already running, on a socket of ours, without its signal handlers."""
 
 import asyncio

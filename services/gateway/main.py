@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One gateway process, put together: registry watch, fleet, gRPC and HTTP servers on one event loop."""
 
 import asyncio

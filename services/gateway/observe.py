@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What requests leave in the metrics."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Our answers in OpenAI's shapes: whole ones, and chunks of a stream. Plain dicts, ready for JSON."""
 
 import codecs

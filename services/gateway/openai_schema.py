@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """OpenAI's request bodies: parsed strictly, and turned into one GenerateRequest for each prompt.
 
 A null counts as absent. An unknown field is refused by its name. Fields of OpenAI's that ask for nothing we do not do

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Plan, attempt, and after a failure plan again: the client sees one unbroken stream.
 
 Leg 0 carries all choices. When an attempt fails after tokens have come, each unfinished choice goes on as a leg of its

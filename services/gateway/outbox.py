@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Between the readers of workers' streams and the writer to the client: what is pending goes out in one message.
 
 A client that keeps up gets a message a step. For a slow one tokens add up here and go out together; past a bound the

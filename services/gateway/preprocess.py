@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """From what a client sent to what workers need: token ids, checked limits, block keys. Before any worker is called."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The public gRPC services: GenerationService, and TraceService for the whole mesh."""
 
 import asyncio

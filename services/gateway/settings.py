@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """How one gateway is set up."""
 
 import msgspec

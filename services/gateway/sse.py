@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Server-sent events, and noticing that a client has gone."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Stop strings in a stream of text, wherever its pieces are cut."""
 
 from collections.abc import Sequence

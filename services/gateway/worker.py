@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One life of one worker as the gateway knows it: channel, liveness, load, cached blocks, what was sent just now."""
 
 import asyncio

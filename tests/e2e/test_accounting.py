@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Where the time of a real request went: hops add up, hardly anything is left over, and the client's clock agrees."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The HTTP edge as the `openai` package sees it, down to real engines."""
 
 import asyncio

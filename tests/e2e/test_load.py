@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Many requests at once: all answered with the right tokens while the bounds allow it, the rest refused with a hint."""
 
 import asyncio

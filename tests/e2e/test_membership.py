@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Workers that come, go, lose their lease or do not fit each other, as requests notice it."""
 
 import asyncio

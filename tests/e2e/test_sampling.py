@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """How the next token is chosen and when a choice ends, through the whole mesh: the same in every form of it."""
 
 import asyncio

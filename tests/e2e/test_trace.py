@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One trace a request (cases E2, E3), as a real OTLP collector receives it, and as `GetTrace` shows it."""
 
 import asyncio

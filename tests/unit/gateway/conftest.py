@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A gateway in this process with fake workers on loopback."""
 
 import asyncio

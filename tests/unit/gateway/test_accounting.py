@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The time line's hops, by hand, and that they add up in real answers."""
 
 import pytest

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the gateway knows of its workers; cases B5 and B6."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A request's way through prefill and decode, without failures; cases A6 to A8, A11, A12, C5, C8, C12, C13."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The OpenAI edge over a real socket; cases C3, C7, C8, C11, C14, A12, A16."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What is refused before any worker is called; cases C4, C5, C6, C14."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Failures, retries, cancellation and liveness; cases A15, A16, A18, B3, B4, C11."""
 
 import asyncio

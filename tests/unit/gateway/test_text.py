@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Tokens to text: detokenizing (C1) and stop strings (C2, C3)."""
 
 from pathlib import Path

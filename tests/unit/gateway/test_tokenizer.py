@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Our tokenizer against transformers' own, and what the gateway's process must not hold."""
 
 import json

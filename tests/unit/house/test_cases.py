@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """docs/cases.md names every case, each with tests that exist."""
 
 import ast

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Routing formulas with values computed by hand, and what holds for any fleet."""
 
 import pytest

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Time sums, verdicts and blame, by hand and for any hops."""
 
 import pytest
