@@ -1,7 +1,5 @@
 """kill -9 of a worker at every stage of its requests: no client error, and the tokens of an undisturbed run."""
 
-import asyncio
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -9,17 +7,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests import oracle
-from tests.mesh import Answer, collect
+from tests.e2e.running import SEEDED, Running, at_stage, prompts, undisturbed
+from tests.mesh import Answer
 from tests.processes import ProcessMesh, Role, process_mesh
 
 session = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT_TOKENS = 600  # 38 blocks, 86 steps of prefill
-MAX_TOKENS = 24
 DECODE_BLOCKS = 64  # one such request at a time: a second one waits for room
 BYTES_PER_SECOND = 300_000  # a prompt's KV, 461 kB, takes longer to move than to compute
-SEEDED = {"temperature": 0.8, "seed": 7}
 # In the order of sending: of two neighbours each goes to another pair of workers, so each pair gets both kinds.
 ASKED: list[dict[str, Any]] = [{"n": 1}, {"n": 3}, {"n": 1, **SEEDED}, {"n": 3, **SEEDED}]
 
@@ -37,63 +33,16 @@ async def mesh(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
         yield made
 
 
-class Running:
-    """One request under way, with what its client has seen so far."""
-
-    def __init__(self, mesh: ProcessMesh, prompt: list[int], options: dict[str, Any]) -> None:
-        self.prompt, self.options = prompt, options
-        self.tokens = 0
-        self._stream = mesh.open(prompt, max_tokens=MAX_TOKENS, ignore_eos=True, **options)
-        self.answer: asyncio.Task[Answer] = asyncio.create_task(collect(self._counted()))
-
-    async def _counted(self) -> AsyncIterator[Any]:
-        async for message in self._stream:
-            self.tokens += sum(len(choice.token_ids) for choice in message.choices)
-            yield message
-
-
-def prompts(path: Path, count: int, rng: random.Random) -> list[list[int]]:
-    """Prompts whose greedy tokens are clear."""
-    found: list[list[int]] = []
-    while len(found) < count:
-        prompt = [rng.randrange(10, 500) for _ in range(PROMPT_TOKENS)]
-        try:
-            oracle.generate(path, prompt, MAX_TOKENS)
-        except oracle.NearTie:
-            continue
-        found.append(prompt)
-    return found
-
-
-async def at_stage(workers: list[Role], stage: Callable[[Role], Awaitable[bool]]) -> Role:
-    """The first worker that is seen there."""
-    async with asyncio.timeout(30):
-        while True:
-            for worker in workers:
-                if await stage(worker):
-                    return worker
-
-
 async def disturbed(
     mesh: ProcessMesh, path: Path, role: str, stage: Callable[[ProcessMesh, list[Running], Role], Awaitable[bool]]
 ) -> list[Answer]:
     """The four requests, one worker of the role killed at the stage; checked against a run that nobody disturbs."""
     await mesh.whole()
-    asked = prompts(path, len(ASKED), random.Random(f"{role} {stage.__name__}"))
+    asked = prompts(path, len(ASKED), PROMPT_TOKENS, f"{role} {stage.__name__}")
     running = [Running(mesh, prompt, options) for prompt, options in zip(asked, ASKED, strict=True)]
     victim = await at_stage(mesh.of(role), lambda worker: stage(mesh, running, worker))
     await victim.kill()
-    answers = [await each.answer for each in running]
-    await mesh.settled()
-    for each, answer in zip(running, answers, strict=True):
-        assert set(answer.choices) == set(range(each.options["n"]))
-        if "seed" in each.options:
-            undisturbed = await mesh.generate(each.prompt, max_tokens=MAX_TOKENS, ignore_eos=True, **each.options)
-            assert undisturbed.accounting.attempts == 1
-            expected = {index: choice.tokens for index, choice in undisturbed.choices.items()}
-        else:
-            expected = dict.fromkeys(answer.choices, oracle.generate(path, each.prompt, MAX_TOKENS))
-        assert {index: choice.tokens for index, choice in answer.choices.items()} == expected
+    answers = await undisturbed(mesh, path, running)
     await mesh.settled()
     return answers
 
@@ -145,3 +94,18 @@ async def test_decode_killed(stage: Any, mesh: ProcessMesh, checkpoint: Callable
     answers = await disturbed(mesh, checkpoint("llama", max_context=1024), "decode", stage)
     assert max(answer.accounting.attempts for answer in answers[:2]) >= 2
     assert max(answer.accounting.attempts for answer in answers[2:]) >= 2
+
+
+@session
+async def test_aggregated_killed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The other form: one of two workers that do both, in the midst of decoding."""
+    path = checkpoint("llama", max_context=1024)
+    roles = ("prefill,decode", "prefill,decode")
+    async with process_mesh(path, tmp_path, roles=roles, token_budget=32) as mesh:
+        asked = prompts(path, len(ASKED), 100, "aggregated")
+        running = [Running(mesh, prompt, options) for prompt, options in zip(asked, ASKED, strict=True)]
+        victim = await at_stage(mesh.of("decode"), lambda worker: decoding(mesh, running, worker))
+        await victim.kill()
+        answers = await undisturbed(mesh, path, running)
+        assert max(answer.accounting.attempts for answer in answers) >= 2
+        await mesh.settled()

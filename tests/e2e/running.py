@@ -1,0 +1,70 @@
+"""Requests under way whose workers a test disturbs."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tests import oracle
+from tests.mesh import Answer, collect
+from tests.processes import ProcessMesh, Role
+
+MAX_TOKENS = 24
+SEEDED = {"temperature": 0.8, "seed": 7}
+
+
+class Running:
+    """One request under way, with what its client has seen so far."""
+
+    def __init__(
+        self, mesh: ProcessMesh, prompt: list[int], options: dict[str, Any], max_tokens: int = MAX_TOKENS
+    ) -> None:
+        self.prompt, self.options = prompt, options
+        self.tokens = 0
+        self._stream = mesh.open(prompt, max_tokens=max_tokens, ignore_eos=True, **options)
+        self.answer: asyncio.Task[Answer] = asyncio.create_task(collect(self._counted()))
+
+    async def _counted(self) -> AsyncIterator[Any]:
+        async for message in self._stream:
+            self.tokens += sum(len(choice.token_ids) for choice in message.choices)
+            yield message
+
+
+def prompts(path: Path, count: int, length: int, seed: str) -> list[list[int]]:
+    """Prompts whose greedy tokens are clear."""
+    rng = random.Random(seed)
+    found: list[list[int]] = []
+    while len(found) < count:
+        prompt = [rng.randrange(10, 500) for _ in range(length)]
+        try:
+            oracle.generate(path, prompt, MAX_TOKENS)
+        except oracle.NearTie:
+            continue
+        found.append(prompt)
+    return found
+
+
+async def at_stage(workers: list[Role], stage: Callable[[Role], Awaitable[bool]]) -> Role:
+    """The first worker that is seen there."""
+    async with asyncio.timeout(30):
+        while True:
+            for worker in workers:
+                if await stage(worker):
+                    return worker
+            await asyncio.sleep(0)
+
+
+async def undisturbed(mesh: ProcessMesh, path: Path, running: list[Running]) -> list[Answer]:
+    """Waits for all answers and compares each with a run that nobody disturbs: `generate`'s when it is greedy."""
+    answers = [await each.answer for each in running]
+    for each, answer in zip(running, answers, strict=True):
+        assert set(answer.choices) == set(range(each.options.get("n", 1)))
+        if "seed" in each.options:
+            again = await mesh.generate(each.prompt, max_tokens=MAX_TOKENS, ignore_eos=True, **each.options)
+            assert again.accounting.attempts == 1
+            expected = {index: choice.tokens for index, choice in again.choices.items()}
+        else:
+            expected = dict.fromkeys(answer.choices, oracle.generate(path, each.prompt, MAX_TOKENS))
+        assert {index: choice.tokens for index, choice in answer.choices.items()} == expected
+    return answers
