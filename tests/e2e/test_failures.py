@@ -46,9 +46,11 @@ def path(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("llama", **CONFIG)
 
 
-async def start(mesh: ProcessMesh, path: Path, seed: str, *options: dict[str, Any]) -> list[Running]:
+async def start(
+    mesh: ProcessMesh, path: Path, seed: str, *options: dict[str, Any], length: int = PROMPT_TOKENS
+) -> list[Running]:
     await mesh.whole()
-    asked = prompts(path, len(options), PROMPT_TOKENS, seed)
+    asked = prompts(path, len(options), length, seed)
     return [Running(mesh, prompt, each) for prompt, each in zip(asked, options, strict=True)]
 
 
@@ -73,13 +75,13 @@ async def test_a_decode_worker_hangs(mesh: ProcessMesh, path: Path) -> None:
 
 @session
 async def test_a_prefill_worker_hangs_while_it_is_pulled_from(mesh: ProcessMesh, path: Path) -> None:
-    running = await start(mesh, path, "prefill hangs", {"n": 3}, {"n": 1, **SEEDED})
+    """Stopped in the midst of the prompt, of which some is on its way already."""
+    running = await start(mesh, path, "prefill hangs", {"n": 3}, {"n": 1, **SEEDED}, length=960)
 
-    async def pulled(worker: Role) -> bool:
-        status = await mesh.status(worker)
-        return bool(status.open_publications and status.load.held_blocks)
+    async def half_done(worker: Role) -> bool:
+        return 200 <= (await mesh.status(worker)).load.pending_prefill_tokens <= 800
 
-    victim = await at_stage(mesh.of("prefill"), pulled)
+    victim = await at_stage(mesh.of("prefill"), half_done)
     victim.hang()
     try:
         answers = [await each.answer for each in running]
