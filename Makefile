@@ -52,16 +52,17 @@ clean:
 
 $(VENV)/.torch-stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
-	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@echo "Installing into $(VENV), once: this takes some minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25'
+	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@touch $@
 
 # The stamp of a full development environment serves for running too.
 $(VENV)/.local-stamp: $(VENV)/.torch-stamp $(SOURCES)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local]'
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[local]'
 	@touch $@
 
 $(VENV)/.dev-stamp: $(VENV)/.torch-stamp $(SOURCES)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.local-stamp
