@@ -1,6 +1,7 @@
 """DecodeService: KV cache to tokens. The only file of this role that knows protobuf."""
 
-from collections.abc import AsyncIterator, Iterable
+import asyncio
+from collections.abc import AsyncIterator
 
 import grpc
 import msgspec
@@ -8,13 +9,14 @@ import msgspec
 from common import telemetry
 from common.engine.client import EngineStream
 from common.engine.messages import Cancel, Commit, Done, Failed, Finish, Reserve, Reserved, Started, Submit, Tokens
-from common.errors import EngineFailed, InvalidArgument
+from common.errors import DuplicateRequest, EngineFailed, InvalidArgument, NotReady
 from common.rpc import wire
 from common.rpc.worker_context import WorkerContext, engine_error
 from common.sampling import ChoiceTokens, SamplingParams, merge
 from common.transfer.key import TransferKey
 from common.transfer.puller import Puller, PullResult, PullTarget
 from epd.v1 import decode_pb2, decode_pb2_grpc
+from services.decode.subscribers import Subscriber, Subscribers
 
 
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
@@ -23,7 +25,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self, worker: WorkerContext, puller: Puller) -> None:
         self._worker = worker
         self._puller = puller
-        self._running: dict[TransferKey, str] = {}
+        self._running: dict[TransferKey, _Run] = {}
+        self._subscribers = Subscribers()
 
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
@@ -34,8 +37,12 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._worker.check_prompt(request.prompt_token_ids, request.output_token_ids, request.choices, sampling)
         if not request.HasField("source") and "prefill" not in self._worker.record.roles:
             raise InvalidArgument("source is required: this worker only decodes", field="source")
+        if key in self._running:
+            raise DuplicateRequest("this attempt is running here")
         run = _Run(self._worker, self._puller, request, key, sampling)
-        self._running[key] = run.seq
+        if request.HasField("subscription"):
+            run.subscribe(self._subscribers.get(request.subscription.subscriber), request.subscription.tag)
+        self._running[key] = run
         try:
             with self._worker.request_span(telemetry.DECODE_RUN, key, request.tenant) as span:
                 yield decode_pb2.DecodeResponse(accepted=decode_pb2.DecodeAccepted())
@@ -43,72 +50,67 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
                 if stream is None:
                     yield run.finished(Done(seq=run.seq, cached_tokens=0))
                     return
-                batcher = _Batcher(request.stream_interval)
                 async for event in stream:
                     done: Done | None = None
                     # One message for all that is there: a stream slower than the engine coalesces by itself.
                     for item in (event, *stream.drain()):
                         match item:
                             case Tokens():
-                                batcher.add(choice for _, choice in item.items)
+                                run.tokens.extend(choice for _, choice in item.items)
                             case Done():
                                 done = item
                             case Failed():
                                 raise engine_error(item)
                             case Started():
                                 pass
-                    if tokens := batcher.take(everything=done is not None):
+                    if tokens := run.take():
                         yield decode_pb2.DecodeResponse(
                             tokens=decode_pb2.DecodeTokens(choices=wire.all_to_proto(tokens))
                         )
                     if done:
                         run.ended = True
+                        await run.let_go()
                         self._worker.record_decode_spans(span, done, pulled=run.pulled is not None)
                         yield run.finished(done)
                         return
+                run.check_subscriber()
                 raise EngineFailed("the engine ended in mid-stream")
         finally:
             del self._running[key]
-            if not run.ended:
-                self._worker.engine.send(Cancel(seq=run.seq))
+            run.close()
+
+    async def Subscribe(
+        self, request: decode_pb2.SubscribeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.SubscribeResponse]:
+        subscriber = self._subscribers.open(wire.ticket_from_proto(request.subscriber))
+        try:
+            yield decode_pb2.SubscribeResponse()
+            while True:
+                calls = [
+                    decode_pb2.CallTokens(tag=tag, choices=wire.all_to_proto(merge(tokens)))
+                    for tag, tokens in (await subscriber.take()).items()
+                ]
+                yield decode_pb2.SubscribeResponse(calls=calls)
+        finally:
+            self._subscribers.close(request.subscriber)
+
+    async def Hold(self, request: decode_pb2.HoldRequest, context: grpc.aio.ServicerContext) -> decode_pb2.HoldResponse:
+        run = self._running.get(wire.key_from_proto(request.key))
+        if run is not None:  # else it ended by itself meanwhile
+            run.hold(request.hold)
+        return decode_pb2.HoldResponse()
 
     async def Finish(
         self, request: decode_pb2.FinishRequest, context: grpc.aio.ServicerContext
     ) -> decode_pb2.FinishResponse:
-        seq = self._running.get(wire.key_from_proto(request.key))
-        if seq is not None:  # else it ended by itself meanwhile
-            self._worker.engine.send(Finish(seq=seq, choices=list(request.choices)))
+        run = self._running.get(wire.key_from_proto(request.key))
+        if run is not None:  # else it ended by itself meanwhile
+            self._worker.engine.send(Finish(seq=run.seq, choices=list(request.choices)))
         return decode_pb2.FinishResponse()
 
 
-class _Batcher:
-    """Holds tokens until some choice has enough of them for a message, or has ended; the first go at once."""
-
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._held: list[ChoiceTokens] = []
-        self._first = True
-
-    def add(self, tokens: Iterable[ChoiceTokens]) -> None:
-        self._held.extend(tokens)
-
-    def take(self, *, everything: bool) -> list[ChoiceTokens]:
-        if not self._held:
-            return []
-        self._held = merge(self._held)
-        due = (
-            everything
-            or self._first
-            or any(len(each.token_ids) >= self._interval or each.finish_reason for each in self._held)
-        )
-        if not due:
-            return []
-        held, self._held, self._first = self._held, [], False
-        return held
-
-
 class _Run:
-    """One decode call up to its first engine step."""
+    """One decode call: how its sequence gets into the engine, and where its tokens go."""
 
     def __init__(
         self,
@@ -122,6 +124,11 @@ class _Run:
         self.seq = f"decode/{key}"
         self.pulled: PullResult | None = None
         self.ended = False
+        self.tokens: list[ChoiceTokens] = []  # not sent yet
+        self._subscriber: Subscriber | None = None
+        self._tag = 0
+        self._free = asyncio.Event()  # not held back
+        self._free.set()
         self._stream: EngineStream | None = None
         self._command = Reserve(
             seq=self.seq,
@@ -157,11 +164,53 @@ class _Run:
         metrics = telemetry.current().metrics
         metrics.transfer_bytes.labels(channel=pulled.channel).inc(pulled.bytes_read)
         metrics.transfer_seconds.labels(channel=pulled.channel).observe(pulled.total_seconds)
+        self.check_subscriber()
         if not pulled.moved:
             return None
         assert self._stream is not None
         self._worker.engine.send(Commit(seq=self.seq, first=pulled.first))
         return self._stream
+
+    def subscribe(self, subscriber: Subscriber, tag: int) -> None:
+        """Raises NotReady, DuplicateRequest."""
+        subscriber.join(tag, self._subscriber_lost)
+        self._subscriber, self._tag = subscriber, tag
+
+    def check_subscriber(self) -> None:
+        if self._subscriber is not None and self._subscriber.lost:
+            raise NotReady("the subscriber's stream has ended")
+
+    def _subscriber_lost(self) -> None:
+        self._free.set()
+        self._worker.engine.send(Cancel(seq=self.seq))  # ends the stream of tokens
+
+    def take(self) -> list[ChoiceTokens]:
+        """Tokens for the call's own stream; those of a subscriber go their way, unless they are held back."""
+        if self._subscriber is None:
+            tokens, self.tokens = self.tokens, []
+            return merge(tokens)
+        if self.tokens and self._free.is_set():
+            self._subscriber.put(self._tag, self.tokens)
+            self.tokens = []
+        return []
+
+    def hold(self, hold: bool) -> None:
+        if hold:
+            self._free.clear()
+        else:
+            self._free.set()
+            self.take()
+
+    async def let_go(self) -> None:
+        """Returns when nothing is held back any more."""
+        await self._free.wait()
+        self.take()
+
+    def close(self) -> None:
+        if self._subscriber is not None:
+            self._subscriber.leave(self._tag)
+        if not self.ended:
+            self._worker.engine.send(Cancel(seq=self.seq))
 
     async def _reserve(self, token_count: int) -> Reserved:
         with telemetry.start_span(telemetry.DECODE_RESERVE):

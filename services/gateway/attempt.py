@@ -18,10 +18,12 @@ from services.gateway.choice import Choice
 from services.gateway.outbox import Outbox
 from services.gateway.preprocess import Prepared
 from services.gateway.settings import GatewaySettings
-from services.gateway.worker import Worker
+from services.gateway.token_stream import TokenRoute
+from services.gateway.worker import TELL_SECONDS, Worker
 
 # Once every choice has ended only the worker's own timings are still to come.
 _LAST_WORDS_SECONDS = 0.5
+_LAST_TOKENS_SECONDS = 5.0
 
 
 class Attempt:
@@ -48,10 +50,14 @@ class Attempt:
         self._prefill = prefill
         self._decode = decode
         self._ticket = secrets.token_bytes(16)
-        self._first_tokens = (
-            asyncio.Event()
-        )  # those of prefill come before those of decode, whichever message is faster
+        # Those of prefill come before those of decode, whichever message is faster.
+        self._first_tokens = asyncio.Event()
         self._decode_task: asyncio.Task[None] | None = None
+        self._call: WorkerCall | None = None  # to decode
+        self._routed = False  # its tokens come by the worker's token stream
+        self._early: list[Iterable[types_pb2.ChoiceTokens]] = []  # those that were faster than the first ones
+        self._ended = asyncio.Event()  # every choice has
+        self._holding: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
@@ -92,6 +98,10 @@ class Attempt:
                 raise CallFailed(EngineFailed("prefill sampled no first token for a choice"), worker)
             self._deliver(finished.first)
             self._first_tokens.set()
+            if self._decode is not None:
+                early, self._early = self._early, []
+                for choices in early:
+                    self._take(self._decode, choices)
             if self._finished:
                 if self._decode_task is not None:
                     self._decode_task.cancel()
@@ -105,7 +115,16 @@ class Attempt:
             call.close()
 
     async def _run_decode(self, worker: Worker) -> None:
-        call = self._open(worker, worker.decode.Decode(self._decode_request(worker)))
+        def arrived(choices: Iterable[types_pb2.ChoiceTokens]) -> None:
+            call.alive()
+            if self._prefill is not None and not self._first_tokens.is_set():
+                self._early.append(choices)
+            else:
+                self._take(worker, choices)
+
+        route = worker.tokens.attach(arrived, lambda: call.abort()) if worker.tokens is not None else None
+        self._routed = route is not None
+        call = self._call = self._open(worker, worker.decode.Decode(self._decode_request(worker, route)))
         try:
             while True:
                 message = await call.read()
@@ -117,14 +136,11 @@ class Attempt:
                 if self._prefill is not None and not self._first_tokens.is_set():
                     await self._first_tokens.wait()
                 if kind == "tokens":
-                    stopped = self._deliver(message.tokens.choices)
-                    if stopped:
-                        self._tell_finished(worker, stopped)
-                    if self._finished:
-                        call.hurry(_LAST_WORDS_SECONDS)
-                    elif self._outbox.full:
+                    self._take(worker, message.tokens.choices)
+                    if self._outbox.full and not self._finished:
                         await self._wait_for_client()
                 elif kind == "finished":
+                    await self._last_tokens(route)
                     self._decode_finished(message.finished)
                     await call.read()  # the call's own end, as above
                     return
@@ -132,7 +148,42 @@ class Attempt:
             if not self._finished:
                 raise
         finally:
+            if route is not None:
+                assert worker.tokens is not None
+                worker.tokens.detach(route)
+            if self._holding is not None:
+                self._holding.cancel()
             call.close()
+
+    def _take(self, worker: Worker, choices: Iterable[types_pb2.ChoiceTokens]) -> None:
+        """Tokens of decode, from its call or from the worker's token stream."""
+        stopped = self._deliver(choices)
+        if stopped:
+            self._tell_finished(worker, stopped)
+        if self._finished:
+            self._ended.set()
+            assert self._call is not None
+            self._call.hurry(_LAST_WORDS_SECONDS)
+        elif self._outbox.full and self._routed and self._holding is None:
+            self._holding = asyncio.create_task(self._hold(worker))
+
+    async def _hold(self, worker: Worker) -> None:
+        """A slow client: the worker keeps its tokens until the client has caught up."""
+        try:
+            await worker.decode.Hold(decode_pb2.HoldRequest(key=self._key, hold=True), timeout=TELL_SECONDS)
+            await self._wait_for_client()
+            await worker.decode.Hold(decode_pb2.HoldRequest(key=self._key, hold=False), timeout=TELL_SECONDS)
+            self._holding = None
+        except grpc.aio.AioRpcError:  # held back for good, perhaps: another attempt is surer
+            assert self._call is not None
+            self._call.abort()
+
+    async def _last_tokens(self, route: TokenRoute | None) -> None:
+        """The call's end may overtake its last tokens, which come by another stream."""
+        if route is not None and not self._finished:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_TOKENS_SECONDS):
+                    await self._ended.wait()
 
     def _deliver(self, items: Iterable[types_pb2.ChoiceTokens]) -> list[int]:
         """Hands tokens over; returns the choices that a stop string ended."""
@@ -193,7 +244,7 @@ class Attempt:
             publication=publication,
         )
 
-    def _decode_request(self, worker: Worker) -> decode_pb2.DecodeRequest:
+    def _decode_request(self, worker: Worker, route: TokenRoute | None) -> decode_pb2.DecodeRequest:
         request = self._request
         source = None
         if self._prefill is not None:
@@ -212,5 +263,5 @@ class Attempt:
             tenant=request.tenant,
             priority=request.priority,
             source=source,
-            stream_interval=request.stream_interval,
+            subscription=route.subscription if route is not None else None,
         )

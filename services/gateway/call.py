@@ -76,6 +76,15 @@ class WorkerCall:
             self._worker.heard()
         return message
 
+    def alive(self) -> None:
+        """The worker has shown progress on this call by another way."""
+        if self._reading_since is not None:
+            self._reading_since = self._loop.time()
+
+    def abort(self) -> None:
+        """`read` raises CallFailed."""
+        self._call.cancel()
+
     def hurry(self, seconds: float) -> None:
         """From now on the next message is waited for no longer than this."""
         self._limit = self._stall_seconds = seconds

@@ -22,8 +22,8 @@ class Outbox:
         self._room: asyncio.Future[None] | None = None  # readers wait
 
     def notify(self) -> None:
-        """A choice has something new."""
-        if self._ready is not None and not self._ready.done():
+        """A choice has something new. The writer is woken only for a message that is due."""
+        if self._ready is not None and not self._ready.done() and (self._closed or self._due()):
             self._ready.set_result(None)
 
     def close(self) -> None:
@@ -46,12 +46,18 @@ class Outbox:
         """Returns once it is closed and the writer has taken everything."""
         await asyncio.shield(self._drained)
 
+    def _due(self) -> bool:
+        interval = self._interval
+        for choice in self._choices:  # not any(): this runs for every token
+            if choice.ready(interval):
+                return True
+        return False
+
     async def take(self) -> list[generation_pb2.ChoiceDelta] | None:
         """The next message's deltas, waiting for one to be due; None after the last."""
         while True:
-            due = [choice for choice in self._choices if choice.ready(self._interval)]
-            if due:
-                deltas = [choice.take() for choice in due]
+            if self._due():
+                deltas = [choice.take() for choice in self._choices if choice.ready(self._interval)]
                 if self._room is not None and not self._room.done():
                     self._room.set_result(None)
                 return deltas

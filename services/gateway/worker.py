@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from common.cache.keys import INDEX_KEY_BYTES, KvLayout
-from common.policies.routing import WorkerView
+from common.policies.routing import DECODE, WorkerView
 from common.registry.record import WorkerRecord
 from epd.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, trace_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from services.gateway.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _LAST_BACKOFF_SECONDS = 2.0
 _SILENCES = 3
-_FINISH_SECONDS = 2.0
+TELL_SECONDS = 5.0  # for a worker to take a word about a running call
 _WATCH_FIRST_SECONDS = 2.0  # for the first message of a watch
 
 
@@ -65,7 +66,8 @@ class Worker:
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self.trace = trace_pb2_grpc.TraceServiceStub(self._channel)
         self._worker_service = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        self._finishing: set[grpc.aio.Call] = set()
+        self.tokens = TokenStream(self.decode, record.worker_id) if DECODE in record.roles else None
+        self._telling: set[grpc.aio.Call] = set()
         self._watch: grpc.aio.Call | None = None
         self._task = asyncio.create_task(self._keep_watching(), name=f"watch-{record.worker_id}")
 
@@ -111,9 +113,9 @@ class Worker:
 
     def tell_finished(self, request: decode_pb2.FinishRequest) -> None:
         """Ends choices of a running decode call; fire and forget."""
-        call = self.decode.Finish(request, timeout=_FINISH_SECONDS)
-        self._finishing.add(call)
-        call.add_done_callback(self._finishing.discard)
+        call = self.decode.Finish(request, timeout=TELL_SECONDS)
+        self._telling.add(call)
+        call.add_done_callback(self._telling.discard)
 
     def mark_down(self, why: str) -> None:
         """A call has shown that nobody answers there."""
@@ -152,6 +154,8 @@ class Worker:
             self._set_up(False)
             await self._unused.wait()
         finally:
+            if self.tokens is not None:
+                await self.tokens.close()
             await self._channel.close()
 
     def _set_up(self, up: bool) -> None:

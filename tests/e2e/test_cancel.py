@@ -27,6 +27,7 @@ SHORT = 160  # whose KV, 123 kB, takes a dozen seconds to move
 TINY = 9
 BYTES_PER_SECOND = 10_000
 MOST_STEPS = 2  # after the cancel has reached a worker
+LETTER = 37  # "A" in the test tokenizer
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -80,6 +81,7 @@ class HttpClient(Client):
         super().__init__()
         self._url = f"http://{mesh.gateway.http_address}/v1/completions"
         self._body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        self._body["logit_bias"] = {str(LETTER): 100}  # every token is text of its own, so an event of its own
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
