@@ -121,8 +121,9 @@ def critical_path(line: TimeLine, records: Sequence[AttemptRecord], now: float) 
             part.append(Hop(names.GATEWAY_RETRY, record.failed - ended, GATEWAY))
             ended = record.failed
             continue
-        # From the failure before to this attempt's start: back-off.
-        part.append(Hop(names.GATEWAY_RETRY, record.started - ended, GATEWAY))
+        # From the failure before to this attempt's start: back-off. Before the first it is the way to the router.
+        gap = names.GATEWAY_RETRY if record is not records[0] else names.GATEWAY_ROUTE
+        part.append(Hop(gap, record.started - ended, GATEWAY))
         part.extend(before_first_token(record))
         if part is ttft:
             part.append(Hop(names.GATEWAY_EMIT, line.first_sent - record.first, GATEWAY))

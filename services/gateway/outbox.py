@@ -48,10 +48,7 @@ class Outbox:
 
     def _due(self) -> bool:
         interval = self._interval
-        for choice in self._choices:  # not any(): this runs for every token
-            if choice.ready(interval):
-                return True
-        return False
+        return any(choice.ready(interval) for choice in self._choices)
 
     async def take(self) -> list[generation_pb2.ChoiceDelta] | None:
         """The next message's deltas, waiting for one to be due; None after the last."""
