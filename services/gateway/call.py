@@ -51,6 +51,7 @@ class WorkerCall:
         self._stall_seconds = stall_seconds
         self._reading_since: float | None = None
         self._expired = False
+        self._patient = False  # silence counts only while the worker as a whole is silent, too
         # One lazy timer a call: a message only notes its time.
         self._timer = self._loop.call_later(first_byte_seconds, self._check)
 
@@ -73,6 +74,7 @@ class WorkerCall:
         self._reading_since = None
         if self._limit != self._stall_seconds:
             self._limit = self._stall_seconds
+            self._patient = True
             self._worker.heard()
         return message
 
@@ -88,6 +90,7 @@ class WorkerCall:
     def hurry(self, seconds: float) -> None:
         """From now on the next message is waited for no longer than this."""
         self._limit = self._stall_seconds = seconds
+        self._patient = False
         self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self._check)
 
@@ -99,8 +102,10 @@ class WorkerCall:
         self._call.cancel()
 
     def _check(self) -> None:
-        now = self._loop.time()
-        left = self._limit if self._reading_since is None else self._reading_since + self._limit - now
+        now, since = self._loop.time(), self._reading_since
+        if since is not None and self._patient:
+            since = max(since, self._worker.heard_at)  # it computes for others: this call waits its turn
+        left = self._limit if since is None else since + self._limit - now
         if left <= 0:
             self._expired = True
             self._call.cancel()

@@ -61,6 +61,7 @@ class Worker:
         self._unused.set()
         self._reports = 0
         self._silences = 0
+        self.heard_at = 0.0  # when the watch last told something; a working engine's load changes all the time
         self._channel = connect(record.address)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
@@ -208,6 +209,7 @@ class Worker:
 
     def _apply(self, message: worker_pb2.WatchResponse) -> bool:
         """False when block events were missed."""
+        self.heard_at = asyncio.get_running_loop().time()
         if message.WhichOneof("event") == "load":
             self._on_load(message.load)
             return True

@@ -116,7 +116,7 @@ async def test_drained_under_load(role: str, mesh: ProcessMesh, path: Path) -> N
 
 
 @session
-async def test_killed_under_load(mesh: ProcessMesh, path: Path) -> None:
+async def test_b03_killed_under_load(mesh: ProcessMesh, path: Path) -> None:
     """Case B3: of twenty requests those on the dead worker are retried elsewhere."""
     options: list[dict[str, Any]] = [{"n": 1}, {"n": 1, **SEEDED}]
     running = await start(mesh, path, "B3", *options * 10)
@@ -135,7 +135,7 @@ async def test_killed_under_load(mesh: ProcessMesh, path: Path) -> None:
 
 
 @session
-async def test_restarted_on_the_same_port(mesh: ProcessMesh, path: Path) -> None:
+async def test_a18_restarted_on_the_same_port(mesh: ProcessMesh, path: Path) -> None:
     """Case A18: another incarnation, which refuses what was meant for the dead one."""
     await mesh.whole()
     worker = mesh.workers["prefill-0"]
@@ -165,7 +165,7 @@ async def test_restarted_on_the_same_port(mesh: ProcessMesh, path: Path) -> None
 
 
 @session
-async def test_etcd_pauses_for_longer_than_the_leases(mesh: ProcessMesh, path: Path) -> None:
+async def test_b01_etcd_pauses_for_longer_than_the_leases(mesh: ProcessMesh, path: Path) -> None:
     """Case B1."""
     running = await start(mesh, path, "B1", {"n": 1}, {"n": 3, **SEEDED})
     ttl = max(worker.settings["lease_ttl_seconds"] for worker in mesh.workers.values())
@@ -193,7 +193,7 @@ async def test_etcd_pauses_for_longer_than_the_leases(mesh: ProcessMesh, path: P
 
 
 @session
-async def test_the_gateway_dies(mesh: ProcessMesh, path: Path) -> None:
+async def test_b06_b08_the_gateway_dies(mesh: ProcessMesh, path: Path) -> None:
     """Cases B8, B6: workers give back what its requests held; the next gateway finds them and what they cached."""
     running = await start(mesh, path, "B8", {"n": 1}, {"n": 3, **SEEDED}, {"n": 1})
 
