@@ -12,6 +12,7 @@ from common.engine.core import EngineCore
 from common.engine.executor import Executor
 from common.engine.settings import EngineSettings
 from common.engine.wire import command_reader, encode
+from common.sampling import SamplingParams
 from common.transfer.pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class EngineLoop:
     def run(self) -> None:
         """Returns when it was told to end; raises what broke a step, after every sequence was failed."""
         self._sock.setblocking(True)
+        self._warm_up()
         limits = self._core.limits
         self._events.append(
             msg.Ready(
@@ -98,6 +100,19 @@ class EngineLoop:
             self._core.fail_all()
             self._flush()
             raise
+
+    def _warm_up(self) -> None:
+        """One short request before the first real one pays for paging in the weights and for the libraries' start.
+
+        It fills no block, so the prefix index stays empty.
+        """
+        if self._executor.name == "timed":
+            return
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        self._core.handle(msg.Submit(seq="warm-up", prompt=[0] * 8, sampling=sampling))
+        while self._core.sequences:
+            self._core.step()
+        self._events.clear()
 
     def _read(self, *, block: bool) -> bool:
         """Handles all commands that are there, with block waits for the first; False when there was none."""
