@@ -1,9 +1,11 @@
 """What the mesh adds to its engine: TTFT and time per token from the client, against the engine in process.
 
 One engine driven directly, one aggregated worker and one disaggregated pair behind a gateway; the same model, threads
-and prompts, asked in turn. Also memory (gateway at most 350 MB, a worker at most weights + pool + 600 MB) and loop lag.
+and prompts, asked in turn. With `--executor timed` the engine's own time is always the same, so that milliseconds show
+that the noise of a real model hides. Also memory (gateway at most 350 MB, a worker at most weights + pool + 600 MB)
+and loop lag.
 
-    python -m bench overhead [--prompt 128] [--tokens 32] [--rounds 10] [--dtype auto]
+    python -m bench overhead [--executor modules] [--prompt 128] [--tokens 32] [--rounds 10] [--dtype auto]
 """
 
 import argparse
@@ -13,12 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench.client import Timeline, ask
 from bench.mesh import BenchMesh
 from bench.report import median, save, show
 from common.engine.messages import Done, Submit, Tokens
 from common.engine.process import EngineProcess
-from common.engine.settings import EngineSettings
+from common.engine.settings import EngineSettings, TimedModel
 from common.models.catalog import DEFAULT_MODEL
 from common.models.fetch import find_model
 from common.sampling import SamplingParams
@@ -31,6 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--executor", choices=("modules", "timed"), default="modules")
 
 
 async def in_process(engine: EngineProcess, prompt: list[int], tokens: int, number: int) -> Timeline:
@@ -51,8 +56,12 @@ def weight_bytes(model: Path) -> int:
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = find_model(DEFAULT_MODEL)
     weights = weight_bytes(model)
-    settings = EngineSettings(model_dir=str(model), dtype=options.dtype, num_blocks=NUM_BLOCKS)
-    worker = {"engine.dtype": options.dtype, "engine.num_blocks": NUM_BLOCKS}
+    timed = TimedModel(base_seconds=0.02, seconds_per_prefill_token=0.0005)
+    settings = EngineSettings(
+        model_dir=str(model), executor=options.executor, dtype=options.dtype, num_blocks=NUM_BLOCKS, timed=timed
+    )
+    worker = {"engine.executor": options.executor, "engine.dtype": options.dtype, "engine.num_blocks": NUM_BLOCKS}
+    worker |= {f"engine.timed.{name}": value for name, value in msgspec.structs.asdict(timed).items()}
     engine = await EngineProcess.launch(settings)
     aggregated = BenchMesh(str(model), ("prefill,decode",), worker=worker)
     pair = BenchMesh(str(model), ("prefill", "decode"), worker=worker)
@@ -114,6 +123,9 @@ def run(options: argparse.Namespace) -> None:
         "aim on an idle machine: at most +5 ms and +0.5 ms",
     )
     limits = {"gateway": 350_000_000}
+    if options.executor == "timed":
+        print(f"saved {save('overhead-timed', result)}")
+        return
     show(
         "Memory (PSS, MB)",
         ["process", "used", "limit"],

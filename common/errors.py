@@ -140,6 +140,18 @@ class EngineFailed(EpdError):
     reason, retryable = "ENGINE_FAILED", True
 
 
+class FetchFailed(EpdError):
+    """A model could not be fetched or converted; the message says what to do."""
+
+    reason = "FETCH_FAILED"
+
+
+class ChildFailed(EpdError):
+    """A process of a local mesh refuses to start, or has failed too often."""
+
+    reason = "CHILD_FAILED"
+
+
 def by_reason() -> dict[str, type[EpdError]]:
     """Every error class by its reason."""
     found: dict[str, type[EpdError]] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.errors import EpdError
+from common.errors import ChildFailed
 from common.process import PARENT_VARIABLE
 
 # A role ends with this code when starting it again cannot help: a wrong option, a missing model, a taken port.
@@ -28,12 +28,6 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     arguments: tuple[str, ...]
     environment: dict[str, str] = {}
-
-
-class ChildFailed(EpdError):
-    """A process refuses to start, or has failed too often."""
-
-    reason = "CHILD_FAILED"
 
 
 def restart_delay(failures: int) -> float:

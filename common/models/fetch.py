@@ -17,7 +17,7 @@ from typing import IO
 
 import msgspec
 
-from common.errors import DeadlineExceeded, EpdError, ModelNotFound, Unavailable
+from common.errors import DeadlineExceeded, FetchFailed, ModelNotFound, Unavailable
 from common.models import checkpoint
 from common.models.catalog import CATALOG, PackagedModel, models_dir
 from common.models.checkpoint import Progress, check_checkpoint, sha256_file, verify_manifest, write_manifest
@@ -26,12 +26,6 @@ from common.models.gguf_convert import CONVERTER
 DOWNLOAD_SECONDS = 1800.0
 CONVERT_SECONDS = 900.0
 LOCK_SECONDS = DOWNLOAD_SECONDS + CONVERT_SECONDS
-
-
-class FetchFailed(EpdError):
-    """A model could not be fetched or converted; the message says what to do."""
-
-    reason = "FETCH_FAILED"
 
 
 class InstalledModel(msgspec.Struct, frozen=True):

@@ -6,9 +6,8 @@ import signal
 import subprocess
 import sys
 
-from common.errors import EpdError
+from common.errors import ChildFailed, EpdError
 from services.commands.run_dir import RunDir, default_run_dir
-from services.supervisor import ChildFailed
 
 
 def up_detached(arguments: list[str]) -> None:

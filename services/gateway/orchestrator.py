@@ -125,7 +125,9 @@ class _Leg:
             telemetry.ATTEMPT: self._attempt,
         }
         with telemetry.start_span(telemetry.GATEWAY_ROUTE, attributes=attributes) as span:
-            end = self._loop.time() + mesh.settings.route_wait_seconds
+            settings = mesh.settings
+            # Work done so far is worth a longer wait: the only worker of its role may be starting again.
+            end = self._loop.time() + (settings.recovery_seconds if self._attempt > 1 else settings.route_wait_seconds)
             while True:
                 workers = mesh.fleet.snapshot(request.model)
                 for exclude in (self._exclude, frozenset[str]()):

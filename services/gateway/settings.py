@@ -24,7 +24,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     first_byte_seconds: float = 5.0  # for a worker to accept a call
     keepalive_seconds: float = KEEPALIVE_SECONDS  # towards workers: then a stopped one is noticed
     stall_seconds: float = 120.0  # without any message from a worker that has accepted
-    route_wait_seconds: float = 5.0  # for a routable worker to turn up
+    route_wait_seconds: float = 5.0  # for a routable worker to turn up, for a new request
+    recovery_seconds: float = 60.0  # likewise for one that has lost its worker: time to start it again
     retry_backoff_seconds: float = 0.02  # before attempt 2; doubles, with jitter, up to a second
     drain_seconds: float = 30.0
     tokenizer_threads: int = 2

@@ -20,7 +20,7 @@ class Running:
     def __init__(
         self, mesh: ProcessMesh, prompt: list[int], options: dict[str, Any], max_tokens: int = MAX_TOKENS
     ) -> None:
-        self.prompt, self.options = prompt, options
+        self.prompt, self.options, self.max_tokens = prompt, options, max_tokens
         self.tokens = 0
         self._stream = mesh.open(prompt, max_tokens=max_tokens, ignore_eos=True, **options)
         self.answer: asyncio.Task[Answer] = asyncio.create_task(collect(self._counted()))
@@ -31,14 +31,14 @@ class Running:
             yield message
 
 
-def prompts(path: Path, count: int, length: int, seed: str) -> list[list[int]]:
+def prompts(path: Path, count: int, length: int, seed: str, max_tokens: int = MAX_TOKENS) -> list[list[int]]:
     """Prompts whose greedy tokens are clear."""
     rng = random.Random(seed)
     found: list[list[int]] = []
     while len(found) < count:
         prompt = [rng.randrange(10, 500) for _ in range(length)]
         try:
-            oracle.generate(path, prompt, MAX_TOKENS)
+            oracle.generate(path, prompt, max_tokens)
         except oracle.NearTie:
             continue
         found.append(prompt)
@@ -61,10 +61,10 @@ async def undisturbed(mesh: ProcessMesh, path: Path, running: list[Running]) -> 
     for each, answer in zip(running, answers, strict=True):
         assert set(answer.choices) == set(range(each.options.get("n", 1)))
         if "seed" in each.options:
-            again = await mesh.generate(each.prompt, max_tokens=MAX_TOKENS, ignore_eos=True, **each.options)
+            again = await mesh.generate(each.prompt, max_tokens=each.max_tokens, ignore_eos=True, **each.options)
             assert again.accounting.attempts == 1
             expected = {index: choice.tokens for index, choice in again.choices.items()}
         else:
-            expected = dict.fromkeys(answer.choices, oracle.generate(path, each.prompt, MAX_TOKENS))
+            expected = dict.fromkeys(answer.choices, oracle.generate(path, each.prompt, each.max_tokens))
         assert {index: choice.tokens for index, choice in answer.choices.items()} == expected
     return answers

@@ -47,17 +47,23 @@ def path(checkpoint: Callable[..., Path]) -> Path:
 
 
 async def start(
-    mesh: ProcessMesh, path: Path, seed: str, *options: dict[str, Any], length: int = PROMPT_TOKENS
+    mesh: ProcessMesh,
+    path: Path,
+    seed: str,
+    *options: dict[str, Any],
+    length: int = PROMPT_TOKENS,
+    max_tokens: int = MAX_TOKENS,
 ) -> list[Running]:
     await mesh.whole()
-    asked = prompts(path, len(options), length, seed)
-    return [Running(mesh, prompt, each) for prompt, each in zip(asked, options, strict=True)]
+    asked = prompts(path, len(options), length, seed, max_tokens)
+    return [Running(mesh, prompt, each, max_tokens) for prompt, each in zip(asked, options, strict=True)]
 
 
 @session
 async def test_a_decode_worker_hangs(mesh: ProcessMesh, path: Path) -> None:
     """Stopped while it decodes: its requests go on elsewhere, and when it wakes it gives everything back."""
-    running = await start(mesh, path, "decode hangs", {"n": 1}, {"n": 3, **SEEDED})
+    # Many tokens: they are still being made when the worker that was seen decoding is stopped.
+    running = await start(mesh, path, "decode hangs", {"n": 1}, {"n": 3, **SEEDED}, max_tokens=300)
 
     async def decoding(worker: Role) -> bool:
         return bool((await mesh.status(worker)).load.running)
@@ -99,8 +105,10 @@ async def test_drained_under_load(role: str, mesh: ProcessMesh, path: Path) -> N
     running = await start(mesh, path, f"drain {role}", {"n": 1}, {"n": 3}, {"n": 1, **SEEDED}, {"n": 3, **SEEDED})
 
     async def busy(worker: Role) -> bool:
-        load = (await mesh.status(worker)).load
-        return load.running + load.waiting >= 1
+        # With its first token each has been taken by both of its workers, so none meets one that has begun to leave.
+        status = await mesh.status(worker)
+        busy_with = status.open_publications if role == "prefill" else status.open_pulls + status.load.running
+        return all(each.tokens for each in running) and busy_with > 0
 
     leaving = await at_stage(mesh.of(role), busy)
     leaving.signal(signal.SIGTERM)
@@ -226,3 +234,23 @@ async def test_b06_b08_the_gateway_dies(mesh: ProcessMesh, path: Path) -> None:
         assert warm.usage.cached_tokens == (PROMPT_TOKENS - 1) // 16 * 16
         assert warm.tokens == before.tokens
     await mesh.settled()
+
+
+@session
+async def test_b03_the_only_decode_worker_is_killed(
+    checkpoint: Callable[..., Path], tmp_path: Path, path: Path
+) -> None:
+    """Nobody else can go on with its requests: they wait until it is back, and the client sees one unbroken stream."""
+    async with process_mesh(path, tmp_path, roles=("prefill", "decode")) as mesh:
+        running = await start(mesh, path, "only one", {"n": 1}, {"n": 3, **SEEDED}, length=40, max_tokens=300)
+        (victim,) = mesh.of("decode")
+
+        async def decoding(worker: Role) -> bool:
+            return all(each.tokens > 3 for each in running)
+
+        await at_stage([victim], decoding)
+        await victim.kill()
+        await mesh.whole()
+        answers = await undisturbed(mesh, path, running)
+        assert min(answer.accounting.attempts for answer in answers) >= 2
+        await mesh.settled()

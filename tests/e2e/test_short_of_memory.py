@@ -21,6 +21,7 @@ PROMPT_TOKENS = 100  # 7 blocks, and one more for each choice
 # Never the end token, though nobody knows beforehand: nothing is refused for what it will need.
 END = 2
 ENDLESS: dict[str, Any] = {"logit_bias": {END: -100.0}}
+MANY_TOKENS = 220  # 20 blocks in the end: none of the others fits beside it
 MAX_TOKENS = 140  # 15 blocks in the end: one such request is more than half of a pool
 
 
@@ -88,13 +89,17 @@ async def test_given_up_by_the_worker_and_resumed_by_the_gateway(
     mesh: LocalMesh, checkpoint: Callable[..., Path]
 ) -> None:
     """Case A13, PREEMPTED: one loses its blocks to more important ones more often than a worker makes good for."""
-    (low, low_tokens), *high = asked(checkpoint("llama"), 3, MAX_TOKENS, "given up")
-    running = [asyncio.ensure_future(mesh.generate(low, max_tokens=MAX_TOKENS, priority=-1, **ENDLESS))]
-    await state(mesh, running, 1, 0)
-    running.append(asyncio.ensure_future(mesh.generate(high[0][0], max_tokens=MAX_TOKENS, **ENDLESS)))
-    await state(mesh, running, 1, 1)  # it has been driven out; when it is back, the next one is there
-    running.append(asyncio.ensure_future(mesh.generate(high[1][0], max_tokens=MAX_TOKENS, **ENDLESS)))
-    done = await asyncio.gather(*running)
+    path = checkpoint("llama")
+    ((low, low_tokens),) = asked(path, 1, MANY_TOKENS, "given up")
+    high = asked(path, 2, MAX_TOKENS, "more important")
+    victim = asyncio.ensure_future(mesh.generate(low, max_tokens=MANY_TOKENS, priority=-1, **ENDLESS))
+    others = []
+    for prompt, _ in high:
+        await state(mesh, [victim], 1, 0)  # it is running, the second time because it is back
+        others.append(asyncio.ensure_future(mesh.generate(prompt, max_tokens=MAX_TOKENS, **ENDLESS)))
+        if len(others) < len(high):
+            await state(mesh, [victim, *others], 1, 1)  # it has been driven out
+    done = await asyncio.gather(victim, *others)
     assert [answer.tokens for answer in done] == [low_tokens, *(tokens for _, tokens in high)]
     assert [answer.accounting.attempts for answer in done] == [2, 1, 1]
     await mesh.settled()

@@ -30,7 +30,12 @@ class Mesh:
         self.workers: dict[str, FakeWorker] = {}
 
     async def start(self, **settings: Any) -> None:
-        fast = {"first_byte_seconds": 3.0, "route_wait_seconds": 2.0, "retry_backoff_seconds": 0.001}
+        fast = {
+            "first_byte_seconds": 3.0,
+            "route_wait_seconds": 2.0,
+            "recovery_seconds": 2.0,
+            "retry_backoff_seconds": 0.001,
+        }
         config = {"grpc_bind": "127.0.0.1:0", "http_bind": "127.0.0.1:0", "etcd": None}
         config["models"] = {MODEL: str(self.model_dir)}
         self.gateway = Gateway(GatewaySettings(**config | fast | settings))

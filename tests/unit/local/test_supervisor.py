@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.supervisor import EXIT_REFUSED, ChildFailed, ProcessSpec, Supervisor, restart_delay
+from common.errors import ChildFailed
+from services.supervisor import EXIT_REFUSED, ProcessSpec, Supervisor, restart_delay
 
 WAIT = "import signal, time\nprint('up', flush=True)\nsignal.pause()\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import DeadlineExceeded, Unavailable
+from common.errors import DeadlineExceeded, FetchFailed, Unavailable
 from common.models import fetch
 from common.models.catalog import CATALOG, PackagedModel
-from common.models.fetch import FetchFailed, get_model
+from common.models.fetch import get_model
 
 GGUF = b"GGUF not really"
 
