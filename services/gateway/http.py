@@ -155,10 +155,10 @@ async def _events(
     async with aclosing(responses):
         try:
             if first is not None:
-                if (chunk := answer.chunk(first[1], first[0] * n)) is not None:
+                for chunk in answer.chunks(first[1], first[0] * n):
                     yield event(chunk | empty)
                 async for position, response in responses:
-                    if (chunk := answer.chunk(response, position * n)) is not None:
+                    for chunk in answer.chunks(response, position * n):
                         yield event(chunk | empty)
             if usage or timing:
                 yield event(answer.last_chunk(usage=usage, timing=timing))

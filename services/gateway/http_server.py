@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 
-from common.errors import AddressTaken
+from common.errors import AddressTaken, InvalidArgument
 
 _BACKLOG = 1024
+_PORT = re.compile("[0-9]{1,5}")
 
 
 class _Server(uvicorn.Server):
@@ -36,8 +38,10 @@ class HttpServer:
         self.address = ""
 
     async def start(self, bind: str) -> None:
-        """Listens on host:port (port 0: a free one). Raises AddressTaken naming the address."""
+        """Listens on host:port (port 0: a free one). Raises AddressTaken or InvalidArgument naming the address."""
         host, _, port = bind.rpartition(":")
+        if not _PORT.fullmatch(port) or int(port) > 65535:
+            raise InvalidArgument(f"{bind!r} is not host:port", field="http_bind")
         listener = _listen(host.strip("[]"), int(port), bind)
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")

@@ -27,7 +27,7 @@ class ChatFormat:
         self._opened: set[int] = set()
 
     def delta(self, choice: generation_pb2.ChoiceDelta, index: int, *, logprobs: bool) -> list[Json]:
-        """One choice's part of a chunk; its first names the role, its last has the finish reason and no text."""
+        """The choice as of each of its chunks: the first names the role, the last has the finish reason and no text."""
         delta: Json = {}
         if index not in self._opened:
             self._opened.add(index)
@@ -66,6 +66,7 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}
 
     def delta(self, choice: generation_pb2.ChoiceDelta, index: int, *, logprobs: bool) -> list[Json]:
+        """The choice as of its chunk, if any; the last has the finish reason, and perhaps text."""
         reason = _REASONS.get(choice.finish_reason)
         entry = self.logprobs(choice.logprobs, index) if logprobs and choice.logprobs else None
         return [_piece(index, {"text": choice.text}, entry, reason)] if choice.text or entry or reason else []
@@ -109,13 +110,14 @@ class Answer:
         self.usage = generation_pb2.Usage()
         self.accounts: list[generation_pb2.Accounting] = []
 
-    def chunk(self, response: generation_pb2.GenerateResponse, first_index: int) -> Json | None:
-        """A stream's chunk, or None when this message shows nothing."""
+    def chunks(self, response: generation_pb2.GenerateResponse, first_index: int) -> list[Json]:
+        """A stream's chunks for this message, each of one choice, as OpenAI has it: clients read `choices[0]`."""
         self._count(response)
-        choices = []
-        for choice in response.choices:
-            choices += self._form.delta(choice, first_index + choice.index, logprobs=self._logprobs)
-        return self._chunk(choices) if choices else None
+        return [
+            self._chunk([piece])
+            for choice in response.choices
+            for piece in self._form.delta(choice, first_index + choice.index, logprobs=self._logprobs)
+        ]
 
     def last_chunk(self, *, usage: bool, timing: bool) -> Json:
         """After the last choice: no choices."""

@@ -15,6 +15,7 @@ from epd.v1 import generation_pb2
 
 MAX_PROMPTS = 64
 _MAX_UINT32 = 2**32 - 1
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"required field `([^`]*)`")
 _PATH = re.compile(r"at `\$\.?([^`\[.]*)")
@@ -203,7 +204,7 @@ def _request(
         sampling.seed = body.seed % 2**64
     sampling.stop_token_ids.extend(_uint32(token_id, "stop_token_ids") for token_id in body.stop_token_ids or ())
     for token, bias in (body.logit_bias or {}).items():
-        if not token.isdecimal():
+        if not _TOKEN_ID.fullmatch(token):
             raise InvalidArgument("logit_bias must map token ids to numbers", field="logit_bias")
         sampling.logit_bias[_uint32(int(token), "logit_bias")] = bias
     if body.n is not None:
@@ -225,7 +226,8 @@ def _request(
 def _uint32(value: int, field: str, low: int = 0, high: int = _MAX_UINT32) -> int:
     """Ranges that are finer than the wire's are checked where gRPC requests are, too."""
     if not low <= value <= high:
-        raise InvalidArgument(f"{field} must be at least {low} and at most {high}, got {value}", field=field)
+        got = f", got {value}" if abs(value) < 2**64 else ""
+        raise InvalidArgument(f"{field} must be at least {low} and at most {high}{got}", field=field)
     return value
 
 

@@ -14,12 +14,14 @@ from common.span_store import SpanStore
 from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
+from services.gateway.openai_format import ChatFormat, CompletionFormat
 
 GENERATION_SERVICE = "epd.v1.GenerationService"
 TENANT_KEY = "x-epd-tenant"
 DEFAULT_TENANT = "default"
 MAX_TENANT_CHARACTERS = 64
 _TRACE_SECONDS = 2.0
+_SHOWN_PREFIXES = (f"{ChatFormat.prefix}-", f"{CompletionFormat.prefix}-", "req-")
 
 
 def check_tenant(tenant: str | None) -> str:
@@ -85,8 +87,11 @@ class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
         return await self.collect(request)
 
     async def collect(self, request: trace_pb2.GetTraceRequest) -> trace_pb2.GetTraceResponse:
-        """Spans by start. A worker that does not answer is left out. Raises UnknownId, InvalidArgument."""
-        trace_id = find_trace_id(self._store, request)
+        """Spans by start. A worker that does not answer is left out. Raises UnknownId, InvalidArgument.
+
+        A request is known by its own id and by the one its answer showed, `chatcmpl-…` or the like.
+        """
+        trace_id = self._find(request)
         asked = trace_pb2.GetTraceRequest(trace_id=trace_id)
         workers = [worker for worker in self._fleet.all() if worker.up]
         with deadline.detached():
@@ -104,6 +109,15 @@ class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
             raise UnknownId("no spans of this trace are kept in the mesh")
         ordered: list[trace_pb2.Span] = sorted(spans.values(), key=_start)
         return trace_pb2.GetTraceResponse(spans=ordered)
+
+    def _find(self, request: trace_pb2.GetTraceRequest) -> str:
+        shown = request.request_id
+        plain = [shown.removeprefix(prefix) for prefix in _SHOWN_PREFIXES if shown.startswith(prefix)]
+        # The exact id first, since clients may choose ids that look so. Of several prompts the first one's.
+        for label in (shown, *plain, *(f"{label}-0" for label in plain)):
+            if label and (found := self._store.trace_of_request(label)):
+                return found
+        return find_trace_id(self._store, request)
 
 
 def _start(span: trace_pb2.Span) -> int:

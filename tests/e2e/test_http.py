@@ -66,8 +66,16 @@ def spell(ids: list[int], **options: Any) -> dict[str, Any]:
 
 
 async def streamed(made: Any) -> tuple[str, list[Any]]:
-    """(text of the first choice, chunks) of a stream of either kind."""
+    """(text of the first choice, chunks) of a stream of either kind, whose chunks have one choice each."""
     chunks = [chunk async for chunk in made]
+    ended: list[int] = []
+    for chunk in chunks[:-1] if chunks[-1].usage else chunks:
+        (choice,) = chunk.choices
+        assert choice.index not in ended
+        if choice.finish_reason is not None:
+            ended.append(choice.index)
+            assert not getattr(choice, "delta", None) or not choice.delta.model_dump(exclude_none=True)
+    assert sorted(ended) == sorted({choice.index for chunk in chunks for choice in chunk.choices})
     text = ""
     for chunk in chunks:
         for choice in chunk.choices:
@@ -318,7 +326,11 @@ async def test_metrics_after_a_request(client: Any, http: httpx.AsyncClient, tok
 async def test_c11_an_answer_that_breaks_off_has_no_good_end(meshes: Meshes) -> None:
     """The only decode worker goes in mid-stream: one event and no [DONE]; a status; an error, not a half."""
     slow = TimedModel(base_seconds=0.03, num_layers=3, vocab_size=512, max_context=4096)
-    options: dict[str, Any] = {"executor": "timed", "timed": slow, "gateway": {"route_wait_seconds": 0.2}}
+    options: dict[str, Any] = {
+        "executor": "timed",
+        "timed": slow,
+        "gateway": {"route_wait_seconds": 0.2, "recovery_seconds": 0.2},
+    }
     async with (
         meshes.make(**options) as mesh,
         httpx.AsyncClient(base_url=f"http://{mesh.gateway.http_address}", timeout=PATIENCE_SECONDS) as http,

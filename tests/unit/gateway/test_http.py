@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from common.errors import InvalidArgument, Overloaded
+from epd.v1 import trace_pb2, trace_pb2_grpc
+from services.gateway.http_server import HttpServer
 from tests.fakes import EOS, MODEL, spell
 from tests.unit.gateway.conftest import Mesh
 
@@ -39,7 +41,24 @@ async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any], **opt
                 data = line.removeprefix("data: ")
                 assert data != line
                 found.append(data if data == "[DONE]" else json.loads(data))
+    if found[-1] == "[DONE]":
+        check_chunks(found[:-1])
     return found
+
+
+def check_chunks(chunks: list[Any]) -> None:
+    """As OpenAI streams: one choice a chunk (none beside usage or timing, at the end); each choice ends once, last."""
+    if not chunks[-1]["choices"]:
+        assert chunks[-1].get("usage") or chunks[-1].get("epd")
+        chunks = chunks[:-1]
+    ended: set[int] = set()
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        assert choice["index"] not in ended
+        if choice["finish_reason"] is not None:
+            ended.add(choice["index"])
+            assert choice.get("delta", {}) == {}  # of a chat the end says nothing else
+    assert ended == {chunk["choices"][0]["index"] for chunk in chunks}
 
 
 async def test_chat(mesh: Mesh, http: httpx.AsyncClient) -> None:
@@ -72,6 +91,23 @@ async def test_chat_stream(mesh: Mesh, http: httpx.AsyncClient) -> None:
     assert set(reasons[:-1]) <= {None}
     assert len({chunk["id"] for chunk in found}) == 1
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in found)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+async def test_one_choice_a_chunk(mesh: Mesh, http: httpx.AsyncClient, max_tokens: int) -> None:
+    """Also of several choices, and when the first message is the last: who reads choices[0] misses nothing."""
+    await mesh.pair()
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", completion)):
+        for n in (1, 3):
+            chunks = (await events(http, path, body(n=n, max_tokens=max_tokens)))[:-1]  # checks them
+            texts = dict.fromkeys(range(n), "")
+            reasons: dict[int, list[str]] = {i: [] for i in range(n)}
+            for chunk in chunks:
+                choice = chunk["choices"][0]
+                texts[choice["index"]] += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+                reasons[choice["index"]] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            assert texts == {i: "abcdef"[i : i + max_tokens] for i in range(n)}
+            assert reasons == {i: ["length"] for i in range(n)}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +254,43 @@ async def test_c14_invalid_parameters(mesh: Mesh, http: httpx.AsyncClient, param
     assert not p.calls
 
 
+LONG = b"9" * 5000  # more digits than Python makes a number of
+
+
+@pytest.mark.parametrize(
+    ("param", "field"),
+    [
+        ("logit_bias", b'"logit_bias": {"%s": 1}' % LONG),
+        ("logit_bias", b'"logit_bias": {"5": %s}' % LONG),
+        ("logit_bias", '"logit_bias": {"٣": 1}'.encode()),
+        ("max_tokens", b'"max_tokens": %s' % LONG),
+        ("max_tokens", b'"max_tokens": %s' % LONG[:4000]),
+        ("n", b'"n": -%s' % LONG),
+        ("seed", b'"seed": %s' % LONG),
+        ("temperature", b'"temperature": %s' % LONG),
+        ("stop_token_ids", b'"stop_token_ids": [%s]' % LONG),
+        ("prompt", b'"prompt": [%s]' % LONG),
+        ("prompt", b'"prompt": [[%s]]' % LONG),
+    ],
+)
+async def test_numbers_of_any_length_are_refused_by_name(
+    mesh: Mesh, http: httpx.AsyncClient, param: str, field: bytes
+) -> None:
+    p, _ = await mesh.pair()
+    body = b'{"model": "%s", %s%s}' % (MODEL.encode(), field, b"" if param == "prompt" else b', "prompt": "hi"')
+    response = await http.post("/v1/completions", content=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error["message"][:200]
+    assert len(error["message"]) < 300
+    assert not p.calls
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:70000", "127.0.0.1:http", "127.0.0.1"])
+async def test_an_address_that_is_none(bind: str) -> None:
+    with pytest.raises(InvalidArgument, match=bind):
+        await HttpServer(None).start(bind)
+
+
 async def test_errors_have_openais_shape(mesh: Mesh, http: httpx.AsyncClient) -> None:
     p, _ = await mesh.pair()
     response = await http.post("/v1/chat/completions", content=b"{")
@@ -296,6 +369,21 @@ async def test_models_health_ready_metrics_trace(mesh: Mesh, http: httpx.AsyncCl
     assert (await http.get("/debug/trace/nobody")).status_code == 404
     metrics = (await http.get("/metrics")).text
     assert 'epd_output_tokens_total{model="fake",tenant="default"} 4.0' in metrics
+    # By the id that the answer itself has, too; of several prompts that is the first one's.
+    for path, body in (
+        ("chat/completions", chat()),
+        ("completions", completion()),
+        ("completions", completion(prompt=["a", "b"])),
+    ):
+        shown = (await http.post(f"/v1/{path}", json=body)).json()["id"]
+        label = shown.partition("-")[2]
+        known = mesh.gateway.store.trace_of_request(label) or mesh.gateway.store.trace_of_request(f"{label}-0")
+        found = (await http.get(f"/debug/trace/{shown}")).json()["spans"]
+        assert {span["trace_id"] for span in found} == {known}
+        answer = await trace_pb2_grpc.TraceServiceStub(mesh.channel).GetTrace(
+            trace_pb2.GetTraceRequest(request_id=f"req-{label}")
+        )
+        assert {span.trace_id for span in answer.spans} == {known}
     await mesh.gateway.drain()
     assert [(await http.get(path)).status_code for path in ("/health", "/ready", "/live")] == [503, 503, 200]
     refused = await http.post("/v1/completions", json=completion())
