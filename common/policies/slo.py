@@ -44,6 +44,7 @@ class Hop(msgspec.Struct, frozen=True):
     name: str  # a span or hop name of common/telemetry.py
     seconds: float
     where: str  # worker_id, or "gateway"
+    attempt: int = 0  # of those that sent tokens; the hops of two are kept apart
 
 
 class SloTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,12 +73,12 @@ def fill(measured_seconds: float, hops: Sequence[Hop]) -> list[Hop]:
 
 
 def merge(hops: Iterable[Hop]) -> list[Hop]:
-    """One entry per name and place, in order of first appearance; unattributed last."""
-    sums: dict[tuple[str, str], float] = {}
+    """One entry per name, place and attempt, in order of first appearance; unattributed last."""
+    sums: dict[tuple[str, str, int], float] = {}
     for hop in hops:
-        key = (hop.name, hop.where)
+        key = (hop.name, hop.where, hop.attempt)
         sums[key] = sums.get(key, 0.0) + hop.seconds
-    merged = [Hop(name, seconds, where) for (name, where), seconds in sums.items()]
+    merged = [Hop(name, seconds, where, attempt) for (name, where, attempt), seconds in sums.items()]
     return sorted(merged, key=lambda hop: hop.name == names.UNATTRIBUTED)
 
 

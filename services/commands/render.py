@@ -46,7 +46,7 @@ def milliseconds(seconds: float) -> str:
 def hops_table(accounting: generation_pb2.Accounting) -> Table:
     """Where a request's time went: each hop's share of the whole, after the one before it."""
     total = accounting.total_seconds or 1e-9
-    to_first = {_hop_key(hop) for hop in accounting.ttft_hops}
+    to_first = [_hop_key(hop) for hop in accounting.ttft_hops]
     table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold", header_style="dim")
     table.title = (
         f"first token after {milliseconds(accounting.ttft_seconds)} ms, all after {milliseconds(total)} ms"
@@ -59,7 +59,10 @@ def hops_table(accounting: generation_pb2.Accounting) -> Table:
     start = 0.0
     for hop in accounting.total_hops:
         seconds = hop_seconds(hop)
-        color = "green" if _hop_key(hop) in to_first else "blue"
+        color = "blue"
+        if _hop_key(hop) in to_first:  # the first of that name: a later attempt has hops of the same names
+            to_first.remove(_hop_key(hop))
+            color = "green"
         drawn = Text(bar(start / total, seconds / total), style=color)
         table.add_row(hop.name, hop.where, milliseconds(seconds), drawn)
         start += seconds
@@ -133,12 +136,13 @@ def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("integrity")
     table.caption = (
-        "blocks: free·cached·active·held/total. pulls: open here/open from here. lag: event loop, p99 of a minute"
+        "blocks: free·cached·active·held/total. pulls: open here/open from here. lag: event loop, p99 of a minute. "
+        "MiB: service and engine process"
     )
     table.caption_justify = "left"
     for name, status in workers:
         if isinstance(status, str):
-            table.add_row(name, Text(status, style="red"))
+            table.add_row(name, *[""] * (len(table.columns) - 2), Text(status, style="red"))
             continue
         load = status.load
         blocks = f"{load.free_blocks}·{load.cached_blocks}·{load.active_blocks}·{load.held_blocks}/{load.total_blocks}"

@@ -14,11 +14,12 @@ from common.rpc import wire
 from epd.v1 import generation_pb2, types_pb2
 
 GATEWAY = "gateway"
+# Of the hops of one attempt, in time: what failed before it and the back-off come first.
 _ORDER = (
     names.GATEWAY_ADMIT,
     names.GATEWAY_PREPROCESS,
-    names.GATEWAY_ROUTE,
     names.GATEWAY_RETRY,
+    names.GATEWAY_ROUTE,
     names.PREFILL_RPC,
     names.PREFILL_QUEUE,
     names.CACHE_LOOKUP,
@@ -108,7 +109,10 @@ def after_first_token(record: AttemptRecord) -> list[Hop]:
 
 
 def critical_path(line: TimeLine, records: Sequence[AttemptRecord], now: float) -> tuple[list[Hop], list[Hop]]:
-    """(hops up to the first token, hops from there to `now`), each adding up to its part of the time line."""
+    """(hops up to the first token, hops from there to `now`), each adding up to its part of the time line.
+
+    An attempt that failed before its first token is all `gateway.retry`, a part of the attempt after it.
+    """
     ttft = [
         Hop(names.GATEWAY_ADMIT, line.admitted - line.received, GATEWAY),
         Hop(names.GATEWAY_PREPROCESS, line.prepared - line.admitted, GATEWAY),
@@ -116,26 +120,28 @@ def critical_path(line: TimeLine, records: Sequence[AttemptRecord], now: float) 
     rest: list[Hop] = []
     part = ttft
     ended = line.prepared
+    number = 0  # attempts that broke off in mid-stream
     for record in records:
         if record.failed and not record.first:
-            part.append(Hop(names.GATEWAY_RETRY, record.failed - ended, GATEWAY))
+            part.append(Hop(names.GATEWAY_RETRY, record.failed - ended, GATEWAY, number))
             ended = record.failed
             continue
         # From the failure before to this attempt's start: back-off. Before the first it is the way to the router.
         gap = names.GATEWAY_RETRY if record is not records[0] else names.GATEWAY_ROUTE
-        part.append(Hop(gap, record.started - ended, GATEWAY))
-        part.extend(before_first_token(record))
+        part.append(Hop(gap, record.started - ended, GATEWAY, number))
+        part.extend(_of(number, before_first_token(record)))
         if part is ttft:
             part.append(Hop(names.GATEWAY_EMIT, line.first_sent - record.first, GATEWAY))
             part = rest
-        part.extend(after_first_token(record))
+        part.extend(_of(number, after_first_token(record)))
         ended = record.last
         if record.failed:
-            part.append(Hop(names.GATEWAY_RETRY, record.failed - record.last, GATEWAY))
+            number += 1
+            part.append(Hop(names.GATEWAY_RETRY, record.failed - record.last, GATEWAY, number))
             ended = record.failed
     if part is rest:
         # Sending the first token went on beside the decode step, so only what is past both counts.
-        rest.append(Hop(names.GATEWAY_EMIT, now - max(ended, line.first_sent), GATEWAY))
+        rest.append(Hop(names.GATEWAY_EMIT, now - max(ended, line.first_sent), GATEWAY, number))
     first_sent = line.first_sent or now
     # Steps last: they are the ones that other hops overlap.
     rest.sort(key=lambda hop: hop.name == names.DECODE_STEPS)
@@ -143,8 +149,20 @@ def critical_path(line: TimeLine, records: Sequence[AttemptRecord], now: float) 
 
 
 def _whole(seconds: float, hops: list[Hop]) -> list[Hop]:
-    filled = slo.merge(hop for hop in slo.fill(seconds, hops) if hop.seconds > 0)
-    return sorted(filled, key=lambda hop: _ORDER.index(hop.name))
+    return _in_order(hop for hop in slo.fill(seconds, hops) if hop.seconds > 0)
+
+
+def _of(number: int, hops: Iterable[Hop]) -> list[Hop]:
+    return [msgspec.structs.replace(hop, attempt=number) for hop in hops]
+
+
+def _in_order(hops: Iterable[Hop]) -> list[Hop]:
+    """In time, attempt by attempt; what no hop accounts for is last."""
+
+    def place(hop: Hop) -> tuple[bool, int, int]:
+        return hop.name == names.UNATTRIBUTED, hop.attempt, _ORDER.index(hop.name)
+
+    return sorted(slo.merge(hops), key=place)
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +205,7 @@ def account(
         tpot_seconds=tpot,
         total_seconds=now - line.received,
         ttft_hops=ttft_hops,
-        total_hops=sorted(slo.merge([*ttft_hops, *decode_hops]), key=lambda hop: _ORDER.index(hop.name)),
+        total_hops=_in_order([*ttft_hops, *decode_hops]),
         verdict=verdict,
         attempts=max((record.attempt for chain in chains for record in chain), default=0),
         prefill_worker=final.prefill_worker,

@@ -69,6 +69,8 @@ def test_disaggregated_by_hand() -> None:
 def test_a_failed_attempt_before_the_first_token_is_retry() -> None:
     failed = AttemptRecord(attempt=1, started=10.03, called=10.04, failed=10.13, prefill_worker="q")
     found = account(LINE, [[failed, record(attempt=2, started=10.15, called=10.16, hops=[])]], [11], SloTarget(), 10.9)
+    order = [hop.name for hop in found.ttft_hops]
+    assert order.index(names.GATEWAY_PREPROCESS) < order.index(names.GATEWAY_RETRY) < order.index(names.GATEWAY_ROUTE)
     ttft = {hop.name: hop.seconds for hop in found.ttft_hops}
     assert ttft[names.GATEWAY_RETRY] == pytest.approx(0.12)  # the attempt and the back-off
     assert ttft[names.PREFILL_RPC] == pytest.approx(0.14)
@@ -80,10 +82,19 @@ def test_a_failure_in_mid_stream_is_retry_from_the_last_token_on() -> None:
     broken = record(last=10.47, failed=10.50, hops=PREFILL)
     resumed = record(attempt=2, started=10.52, called=10.53, first=10.60, first_step=10.62, last=10.80, hops=[])
     found = account(LINE, [[broken, resumed]], [30], SloTarget(), now=10.81)
-    total = {hop.name: hop.seconds for hop in found.total_hops}
-    assert total[names.GATEWAY_RETRY] == pytest.approx(0.05)
-    assert total[names.PREFILL_RPC] == pytest.approx(0.02 + 0.07)
-    assert sum(total.values()) == pytest.approx(0.81)
+    assert sum(hop.seconds for hop in found.total_hops) == pytest.approx(0.81)
+    # In time: the first attempt, the failure and the back-off, then the second attempt with hops of its own.
+    order = [hop.name for hop in found.total_hops]
+    retry = order.index(names.GATEWAY_RETRY)
+    first, second = found.total_hops[:retry], found.total_hops[retry + 1 :]
+    assert found.total_hops[retry].seconds == pytest.approx(0.05)
+    assert order.count(names.GATEWAY_RETRY) == 1
+    for hops, rpc in ((first, 0.02), (second, 0.07)):
+        found_names = [hop.name for hop in hops]
+        assert len(set(found_names)) == len(found_names)
+        assert {names.GATEWAY_ROUTE, names.PREFILL_RPC, names.DECODE_STEPS} <= set(found_names)
+        assert found_names.index(names.GATEWAY_ROUTE) < found_names.index(names.DECODE_STEPS)
+        assert {hop.name: hop.seconds for hop in hops}[names.PREFILL_RPC] == pytest.approx(rpc)
 
 
 def test_the_choice_that_ends_last_is_the_critical_path() -> None:

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from epd.v1 import generation_pb2, trace_pb2, types_pb2, worker_pb2
 from services.commands.render import bar, hops_table, milliseconds, status_table, tree_order, waterfall
@@ -94,3 +95,18 @@ def test_status_shows_an_integrity_error_and_a_lost_worker() -> None:
     text = printed(status_table([("a", status), ("b", "UNAVAILABLE at h:1")]))
     assert "free + cached != total" in text
     assert "UNAVAILABLE at h:1" in text
+    # Why there is none stands where the others have their integrity, so no column widens for it.
+    header = text.splitlines()[0]
+    assert len(header[: header.index("life")]) < 20
+    lost = next(line for line in text.splitlines() if "UNAVAILABLE" in line)
+    assert lost.index("UNAVAILABLE") == header.index("integrity")
+
+
+def test_a_second_attempts_hops_are_not_those_before_the_first_token() -> None:
+    accounting = generation_pb2.Accounting(ttft_seconds=0.1, total_seconds=0.3)
+    for name in ("gateway.route", "gateway.retry", "gateway.route"):
+        accounting.total_hops.add(name=name, where="gateway").duration.FromMilliseconds(100)
+    accounting.ttft_hops.append(accounting.total_hops[0])
+    table = hops_table(accounting)
+    styles = [str(cell.style) for cell in table.columns[3].cells if isinstance(cell, Text)]
+    assert styles == ["green", "blue", "blue"]
