@@ -19,7 +19,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-models_app = typer.Typer(help="Fetch, list and find models.", no_args_is_help=True)
+models_app = typer.Typer(
+    help="Fetch, list and find models: in EPD_MODELS_DIR, else where the running mesh has its, else in your cache.",
+    no_args_is_help=True,
+)
 app.add_typer(models_app, name="models")
 
 LOCAL, ROLES, USE = "On one machine", "One role", "Use a running mesh"
@@ -50,8 +53,8 @@ def up(
     dtype: Dtype = None,
     threads: Annotated[int, typer.Option(help="threads of each worker [default: what the cores allow]")] = 0,
     num_blocks: Annotated[int, typer.Option(help="KV blocks of each worker")] = 0,
-    grpc_port: Annotated[int, typer.Option()] = 50051,
-    http_port: Annotated[int, typer.Option()] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535)] = 50051,
+    http_port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     served_name: Annotated[str, typer.Option(help="the model's name for clients [default: its directory's]")] = "",
     executor: Annotated[str, typer.Option(help="modules, or timed (answers without a model, for tests)")] = "modules",
     etcd: Annotated[str, typer.Option(help="an existing etcd instead of one of our own", envvar="EPD_ETCD")] = "",
@@ -108,7 +111,7 @@ def worker(
     served_name: Annotated[str | None, typer.Option()] = None,
     worker_id: Annotated[str | None, typer.Option(help="[default: roles, host name and process id]")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
-    port: Annotated[int | None, typer.Option(help="0: any free one")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0: any free one")] = None,
     advertise: Annotated[str | None, typer.Option(help="host that gateways and workers reach it by")] = None,
     etcd: Annotated[str | None, typer.Option(help="host:port, several separated by commas", envvar="EPD_ETCD")] = None,
     executor: Annotated[str | None, typer.Option(help="modules or timed")] = None,
@@ -117,7 +120,7 @@ def worker(
     threads: Annotated[int | None, typer.Option()] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of 16 tokens")] = None,
     run_dir: Annotated[str | None, typer.Option(help="0700 directory for the socket of the shm channel")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Prometheus; 0: any free one")] = None,
+    metrics_port: Annotated[int | None, typer.Option(min=0, max=65535, help="Prometheus; 0: any free one")] = None,
     otlp_endpoint: Otlp = None,
     drain_seconds: Drain = None,
     config: Config = "",
@@ -247,7 +250,7 @@ def chat(
 
 @app.command(rich_help_panel=USE)
 def status(address: Address = "", etcd: Etcd = "") -> None:
-    """Workers with their roles, pools, queues and integrity."""
+    """Workers with their roles, pools, queues and integrity; without etcd only what the gateway knows."""
     from services.commands import inspect
 
     asyncio.run(inspect.status(address, etcd))
@@ -255,7 +258,8 @@ def status(address: Address = "", etcd: Etcd = "") -> None:
 
 @app.command(rich_help_panel=USE)
 def trace(
-    identifier: Annotated[str, typer.Argument(metavar="ID", help="a trace id or a request id")], address: Address = ""
+    identifier: Annotated[str, typer.Argument(metavar="ID", help="a trace id, or an answer's or a request's id")],
+    address: Address = "",
 ) -> None:
     """Where one request's time went, as a waterfall."""
     from services.commands import inspect
@@ -265,9 +269,13 @@ def trace(
 
 @app.command(rich_help_panel=USE)
 def health(
-    address: Address = "", service: Annotated[str, typer.Option(help="[default: the whole server]")] = ""
+    address: Address = "",
+    service: Annotated[str, typer.Option(help="ask for this one's health alone [default: the whole server's]")] = "",
 ) -> None:
-    """Ask a server whether it serves; ends with 1 if it does not."""
+    """Ask a gateway or a worker whether it serves; ends with 1 if it does not.
+
+    A gateway serves when a request would reach workers. With --service only the server's own health counts.
+    """
     from services.commands import inspect
 
     asyncio.run(inspect.health(address, service))
@@ -278,7 +286,7 @@ def models_get(model: Annotated[str, typer.Argument(default_factory=_default_mod
     """Fetch a model, once, and print its directory."""
     from services.commands import models
 
-    print(models.get(model))
+    print(models.get(model, models.directory()))
 
 
 @models_app.command("list")
@@ -293,8 +301,9 @@ def models_list() -> None:
 def models_path(model: Annotated[str, typer.Argument(default_factory=_default_model)]) -> None:
     """The directory of a model that is here."""
     from common.models.fetch import find_model
+    from services.commands import models
 
-    print(find_model(model))
+    print(find_model(model, models.directory()))
 
 
 @models_app.command("convert")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from common.cache.keys import KvLayout
 from common.engine.executor import Batch, Sampled
@@ -120,6 +121,7 @@ def _device(name: str) -> torch.device:
 
 def _load(model_dir: str, dtype: torch.dtype) -> Any:
     """Weights from safetensors only; no code from the directory runs."""
+    logging.disable_progress_bar()  # a log is no terminal
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
     )

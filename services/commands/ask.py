@@ -74,7 +74,10 @@ async def generate(address: str, prompt: str, question: Question, *, as_json: bo
             print(f"[{index}] {text}")
     sys.stdout.flush()
     if timing:
-        make_console(stderr=True).print(hops_table(response.accounting))
+        console = make_console(stderr=True)
+        console.print(hops_table(response.accounting))
+        at = f" --address {address}" if address else ""
+        console.print(f"[dim]epd trace {response.accounting.trace_id}{at}[/dim]", highlight=False, soft_wrap=True)
 
 
 def chat(address: str, question: Question, system: str) -> None:

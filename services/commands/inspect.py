@@ -5,6 +5,7 @@ import re
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.markup import escape
 
 from common.errors import Unavailable, UnknownId
 from common.rpc.channel import connect
@@ -18,7 +19,10 @@ _TIMEOUT_SECONDS = 5.0
 
 
 async def status(address: str, etcd: str) -> None:
-    """Models of the gateway, then every registered worker's own report."""
+    """Models of the gateway, then every registered worker's own report.
+
+    Raises Unavailable without a gateway, and when there is neither an etcd nor a model to tell of.
+    """
     console = make_console()
     gateway = gateway_address(address)
     async with dial(gateway) as channel:
@@ -31,7 +35,16 @@ async def status(address: str, etcd: str) -> None:
             f"  {model.id} {model.dtype}, context {model.max_context_tokens}: "
             f"{model.prefill_workers} prefill, {model.decode_workers} decode"
         )
-    records = await registered_workers(etcd)
+    try:
+        records = await registered_workers(etcd)
+    except Unavailable as error:
+        if not models.models:
+            raise
+        console.print(
+            f"[yellow]no more without etcd: {escape(error.message)}; name one with --etcd or EPD_ETCD[/yellow]",
+            highlight=False,
+        )
+        return
     reports = await asyncio.gather(*(_worker_status(record.address) for record in records))
     console.print(status_table([(record.worker_id, report) for record, report in zip(records, reports, strict=True)]))
 
@@ -68,13 +81,32 @@ async def trace(address: str, identifier: str) -> None:
 
 
 async def health(address: str, service: str) -> None:
-    """Raises Unavailable unless the server says SERVING."""
+    """Raises Unavailable unless the server says SERVING and, asked as a whole, a gateway has workers for a model."""
     target = gateway_address(address)
     async with dial(target) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_SECONDS
         )
+        models = None if service else await _models(channel)
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise Unavailable(f"{target} says {name}")
-    print(f"{target} {name}")
+    if models == []:
+        raise Unavailable(
+            f"the gateway at {target} runs, but no worker can take requests now: workers are starting, or gone, or "
+            "their roles do not fit together; look at `epd status`"
+        )
+    print(f"{target} {name}{': ' if models else ''}{', '.join(models or ())}")
+
+
+async def _models(channel: grpc.aio.Channel) -> list[str] | None:
+    """Models that a request would reach now; None of a server that is no gateway."""
+    try:
+        answer = await generation_pb2_grpc.GenerationServiceStub(channel).ListModels(
+            generation_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS
+        )
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return None
+        raise
+    return [model.id for model in answer.models]

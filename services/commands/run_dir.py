@@ -24,6 +24,7 @@ class MeshState(msgspec.Struct, kw_only=True):
     etcd: str
     processes: dict[str, int] = {}  # name to pid
     socket_dir: str = ""
+    models_dir: str = ""
 
 
 def default_run_dir() -> Path:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import DeadlineExceeded, Unavailable
+from common.models.catalog import models_dir
 from common.process import available_cores
 from common.rpc.channel import connect
 from epd.v1 import generation_pb2, generation_pb2_grpc
@@ -53,8 +55,10 @@ class _Mesh:
         self.started = time.monotonic()
         self.routable = ""  # what is still missing, for the display
         self.stop = asyncio.Event()
+        self._away: set[str] = set()  # processes that have ended and are started again
+        self._ended = asyncio.Event()  # one more has
         specs = process_specs(options, model_dir, run.path, run.sockets, self.etcd)
-        self.supervisor = Supervisor(specs, run.logs, self._report, self._write_state)
+        self.supervisor = Supervisor(specs, run.logs, self._report, self._changed)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -87,8 +91,10 @@ class _Mesh:
                 await self._or_failure(_reachable(self.etcd, ETCD_SECONDS))
             supervisor.patience = PATIENCE
             supervisor.start("gateway", *workers)
-            await self._or_failure(self._wait_routable())
+            await self._or_failure(self._wait_routable(ROUTABLE_SECONDS))
         supervisor.patience = None
+        self._away.clear()
+        self._ended.clear()
         took = time.monotonic() - self.started
         self.console.print(f"[green]ready[/green] after {took:.1f} s", highlight=False)
         await self._or_failure(self._first_question())
@@ -97,7 +103,17 @@ class _Mesh:
             os.write(self.ready_fd, b"ready\n")
             os.close(self.ready_fd)
             self.ready_fd = -1
-        await supervisor.failed()
+        await self._or_failure(self._tell_of_returns())
+
+    async def _tell_of_returns(self) -> None:
+        """Says so each time that all is well again after processes had ended. Never returns."""
+        while True:
+            await self._ended.wait()
+            self._ended.clear()
+            await self._wait_routable(math.inf)
+            if not self._ended.is_set():
+                self._report(f"back: {', '.join(sorted(self._away))}; requests reach every worker", color="green")
+                self._away.clear()
 
     async def _or_failure(self, work) -> None:  # type: ignore[no-untyped-def]
         """Do the work unless a process refuses to start meanwhile."""
@@ -111,11 +127,11 @@ class _Mesh:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _wait_routable(self) -> None:
-        """Until the gateway knows every worker. Raises DeadlineExceeded."""
+    async def _wait_routable(self, seconds: float) -> None:
+        """Until every process runs and the gateway knows every worker. Raises DeadlineExceeded."""
         options = self.options
         want = (options.prefill + options.aggregated, options.decode + options.aggregated)
-        end = time.monotonic() + ROUTABLE_SECONDS
+        end = time.monotonic() + seconds
         async with connect(options.grpc) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             while time.monotonic() < end:
@@ -125,13 +141,12 @@ class _Mesh:
                     for model in answer.models:
                         if model.id == self.served:
                             have = (model.prefill_workers, model.decode_workers)
-                if have[0] >= want[0] and have[1] >= want[1]:
+                running = all(child.state == "running" for child in self.supervisor.children.values())
+                if running and have[0] >= want[0] and have[1] >= want[1]:
                     return
                 self.routable = f"{have[0]} of {want[0]} prefill, {have[1]} of {want[1]} decode routable"
                 await asyncio.sleep(0.1)
-        raise DeadlineExceeded(
-            f"not routable after {ROUTABLE_SECONDS:.0f} s ({self.routable}); see {self.run_dir.logs}"
-        )
+        raise DeadlineExceeded(f"not routable after {seconds:.0f} s ({self.routable}); see {self.run_dir.logs}")
 
     async def _first_question(self) -> None:
         """Shows that the mesh answers, and where the time goes. A failure is reported and is no reason to end."""
@@ -156,10 +171,11 @@ class _Mesh:
 
     def _announce(self) -> None:
         self.console.print(f"gRPC on [bold]{self.options.grpc}[/bold], HTTP on [bold]http://{self.options.http}[/bold]")
-        self.console.print(
-            '[dim]In another terminal: epd chat · epd generate "…" · epd status · epd trace ID. Ctrl-C ends.[/dim]',
-            highlight=False,
-        )
+        commands = 'epd chat · epd generate "…" · epd status · epd trace ID'
+        if self.ready_fd >= 0:  # in the background
+            self.console.print(f"[dim]Ask it with: {commands}.[/dim]", highlight=False)
+        else:
+            self.console.print(f"[dim]In another terminal: {commands}. Ctrl-C ends.[/dim]", highlight=False)
 
     def _display(self) -> contextlib.AbstractContextManager[object]:
         if not self.console.is_terminal:
@@ -174,10 +190,13 @@ class _Mesh:
         table.add_row("", Text(f"{self.routable} {time.monotonic() - self.started:.0f} s", style="dim"))
         return table
 
-    def _report(self, message: str) -> None:
-        self.console.print(f"[yellow]{message}[/yellow]", highlight=False)
+    def _report(self, message: str, *, color: str = "yellow") -> None:
+        self.console.print(f"[{color}]{message}[/{color}]", highlight=False)
 
-    def _write_state(self) -> None:
+    def _changed(self) -> None:
+        if away := {name for name, child in self.supervisor.children.items() if child.state == "restarting"}:
+            self._away |= away
+            self._ended.set()
         processes = {name: child.pid for name, child in self.supervisor.children.items() if child.pid}
         self.run_dir.write_state(
             MeshState(
@@ -188,6 +207,7 @@ class _Mesh:
                 etcd=self.etcd,
                 processes=processes,
                 socket_dir=str(self.run_dir.sockets),
+                models_dir=str(models_dir()),
             )
         )
 

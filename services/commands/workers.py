@@ -8,7 +8,7 @@ from services.commands.client import etcd_address
 
 async def registered_workers(etcd: str) -> list[WorkerRecord]:
     """One snapshot, by worker id. Raises Unavailable naming the endpoint."""
-    registry = EtcdRegistry(EtcdSettings(endpoints=(etcd_address(etcd),), connect_timeout_seconds=3.0))
+    registry = EtcdRegistry(EtcdSettings(endpoints=tuple(etcd_address(etcd).split(",")), call_timeout_seconds=3.0))
     watch = await registry.watch(lambda _: None)
     try:
         return [record for _, record in sorted(watch.workers.items())]

@@ -63,6 +63,8 @@ def test_from_up_to_down(mesh: Mesh) -> None:
     assert started.returncode == 0, started.stdout + started.stderr
     for part in ("ready after", "> What is the capital of France?", "prefill.forward", "decode.steps", "gRPC on"):
         assert part in started.stdout
+    assert "Ctrl-C" not in started.stdout  # it runs in the background
+    assert "epd down" in started.stdout
     pids = list(mesh.state["processes"].values())
     assert set(mesh.state["processes"]) == {"etcd", "gateway", "prefill-0", "decode-0"}
 
@@ -75,6 +77,7 @@ def test_from_up_to_down(mesh: Mesh) -> None:
     last = json.loads(answer.stdout.splitlines()[-1])
     assert last["usage"]["completion_tokens"] == 5
     trace = mesh.epd("trace", last["accounting"]["trace_id"]).stdout
+    assert last["accounting"]["trace_id"] in mesh.epd("trace", last["request_id"]).stdout
     for part in ("gateway.generate", "prefill.run", "decode.run", "transfer.pull"):
         assert part in trace
 
@@ -98,7 +101,12 @@ def test_a_killed_worker_comes_back_and_a_killed_supervisor_takes_all_along(mesh
             break
     assert answer.returncode == 0, answer.stderr
     assert mesh.state["processes"]["both-0"] != first
-    assert "both-0 was ended by SIGKILL" in (mesh.run_dir / "up.log").read_text()
+    for _ in range(10):  # the mesh looks often, and a command takes longer
+        if "back: both-0" in (log := (mesh.run_dir / "up.log").read_text()):
+            break
+        mesh.epd("health")
+    assert "both-0 was ended by SIGKILL" in log
+    assert "back: both-0" in log
 
     pids = list(mesh.state["processes"].values())
     os.kill(mesh.state["pid"], signal.SIGKILL)
