@@ -1,6 +1,6 @@
 """200 requests at once on the real model: all answered, with what they waited for.
 
-python -m bench load [--requests 200] [--prompt 64] [--tokens 16] [--dtype auto]
+python -m bench load [--requests 200] [--prompt 16] [--tokens 4] [--dtype auto]
 """
 
 import argparse
@@ -18,8 +18,8 @@ from common.models.fetch import find_model
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--dtype", default="auto")
 
 
@@ -50,7 +50,12 @@ def run(options: argparse.Namespace) -> None:
     rows = []
     for name in ("ttft_seconds", "tpot_seconds"):
         values = result[name]
-        rows.append([name, *(f"{1e3 * percentile(values, share):,.0f}" for share in (0.5, 0.9, 0.99))])
+        rows.append(
+            [
+                name.removesuffix("_seconds").upper(),
+                *(f"{1e3 * percentile(values, share):,.0f}" for share in (0.5, 0.9, 0.99)),
+            ]
+        )
     clean = not result["integrity_errors"] and not any(result["blocks_left"])
     show(
         f"{result['answered']} of {options.requests} requests at once answered in {result['wall_seconds']:.1f} s",
