@@ -114,6 +114,12 @@ class NotReady(EpdError):
     status, http, reason, retryable = grpc.StatusCode.FAILED_PRECONDITION, 503, "NOT_READY", True
 
 
+class EmbeddingMissing(NotReady):
+    """An encode worker was asked for an embedding that it does not have (any more); send the image again."""
+
+    reason = "EMBEDDING_MISSING"
+
+
 class DeadlineExceeded(EpdError):
     status, http, reason = grpc.StatusCode.DEADLINE_EXCEEDED, 504, "DEADLINE_EXCEEDED"
 

@@ -16,6 +16,21 @@ class Event(msgspec.Struct, tag=True, kw_only=True):
     """Engine to service."""
 
 
+class Media(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a prompt. The tokens in [start, start + length) that are the model's image token take its rows.
+
+    blocks: of the worker's embedding pool, where the rows are; empty where nothing is computed from them. grid: (time,
+    height, width) in image tokens for M-RoPE, else empty.
+    """
+
+    key: bytes
+    start: int
+    length: int
+    rows: int
+    grid: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+
+
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
@@ -34,6 +49,7 @@ class Submit(Command, kw_only=True):
     priority: int = 0
     publish: bool = False
     decode: bool = True
+    media: list[Media] = []  # in prompt order; the engine reads their blocks until EmbeddingsFreed
 
 
 class Reserve(Command, kw_only=True):
@@ -47,6 +63,7 @@ class Reserve(Command, kw_only=True):
     sampling: SamplingParams
     salt: bytes = b""
     priority: int = 0
+    media: list[Media] = []
 
 
 class Commit(Command):
@@ -101,6 +118,7 @@ class Ready(Event):
     max_context: int
     executor: str
     eos_token_ids: list[int]
+    weight_bytes: int = 0
 
 
 class Started(Event):
@@ -159,6 +177,15 @@ class Reserved(Event):
     wait_seconds: float
 
 
+class EmbeddingsFreed(Event):
+    """The engine reads the media blocks of this Submit no more, and will not: they may be given to another.
+
+    Sent once for every Submit with media, however it ends: refused, computed, failed or cancelled.
+    """
+
+    seq: str
+
+
 class Done(Event):
     """Every choice has ended and nothing is held any more."""
 
@@ -208,4 +235,17 @@ class Inspected(Event):
 
 
 AnyCommand = Submit | Reserve | Commit | Release | Cancel | Finish | Inspect | Drain | Shutdown
-AnyEvent = Ready | Started | Chunk | Tokens | Prefilled | Reserved | Done | Failed | Blocks | LoadReport | Inspected
+AnyEvent = (
+    Ready
+    | Started
+    | Chunk
+    | Tokens
+    | Prefilled
+    | Reserved
+    | EmbeddingsFreed
+    | Done
+    | Failed
+    | Blocks
+    | LoadReport
+    | Inspected
+)

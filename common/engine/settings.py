@@ -33,6 +33,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 256  # queued submissions and reservations; more are refused with Overloaded
     max_context: int = 0  # 0: the model's
     prefix_cache: bool = True
+    embedding_rows: int = 4096  # room for pulled image embeddings, where prompts with images are computed
     threads: int = 1
     mirror: bool = False  # keep the pool apart from the published memory, as on CUDA; for tests on a CPU
     timed: TimedModel = TimedModel()

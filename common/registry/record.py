@@ -2,7 +2,7 @@
 
 import msgspec
 
-from common.cache.keys import KvLayout
+from common.cache.keys import EmbeddingLayout, KvLayout
 from common.errors import InvalidArgument
 
 PROTOCOL_VERSION = 1
@@ -15,7 +15,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     protocol_version: int = PROTOCOL_VERSION
     worker_id: str
     incarnation: str
-    roles: tuple[str, ...]  # "prefill", "decode"
+    roles: tuple[str, ...]  # "encode", "prefill", "decode"
     address: str  # host:port that gateways and other workers can reach
     model: str  # the name it is served under
     layout: KvLayout
@@ -24,6 +24,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: int
     executor: str
     draining: bool = False
+    embedding_layout: EmbeddingLayout | None = None  # of workers that encode images
+    embedding_rows: int = 0  # of their pool
 
     @property
     def compat_id(self) -> str:

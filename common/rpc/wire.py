@@ -34,7 +34,7 @@ _REASON_FROM_PROTO: dict[int, str | None] = {value: name for name, value in _REA
 
 
 def key_to_proto(key: TransferKey) -> pb.RequestKey:
-    return pb.RequestKey(request_id=key.request_id, leg=key.leg, attempt=key.attempt)
+    return pb.RequestKey(request_id=key.request_id, leg=key.leg, attempt=key.attempt, part=key.part)
 
 
 def key_from_proto(message: pb.RequestKey) -> TransferKey:
@@ -45,7 +45,7 @@ def key_from_proto(message: pb.RequestKey) -> TransferKey:
         )
     if message.attempt < 1:
         raise InvalidArgument("attempt must be at least 1", field="key")
-    return TransferKey(message.request_id, message.leg, message.attempt)
+    return TransferKey(message.request_id, message.leg, message.attempt, message.part)
 
 
 def ticket_from_proto(ticket: bytes) -> bytes:

@@ -7,21 +7,24 @@ class TransferKey(msgspec.Struct, frozen=True, order=True):
     """One try of one leg of one request; every message of a transfer carries it.
 
     request_id: 16 random bytes of the gateway's. leg: 0 for all choices of a request. attempt: from 1, grows by one.
+    part: 0 for the KV cache, from 1 for the embeddings of each encode call of the attempt.
     """
 
     request_id: bytes
     leg: int
     attempt: int
+    part: int = 0
 
     @property
-    def line(self) -> tuple[bytes, int]:
-        """What the attempts of one leg have in common."""
-        return (self.request_id, self.leg)
+    def line(self) -> tuple[bytes, int, int]:
+        """What the attempts of one part of one leg have in common."""
+        return (self.request_id, self.leg, self.part)
 
     @property
     def seq(self) -> str:
         """The engine's name of the sequence, the same at both ends."""
-        return f"{self.request_id.hex()}.{self.leg}.{self.attempt}"
+        name = f"{self.request_id.hex()}.{self.leg}.{self.attempt}"
+        return f"{name}.{self.part}" if self.part else name
 
     def __str__(self) -> str:
         return self.seq

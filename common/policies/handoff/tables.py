@@ -10,7 +10,7 @@ from common.policies.handoff.owner import Action, Event, Owner, Phase, Refuse
 from common.policies.handoff.terms import End, Grant, HandoffLimits, Refusal
 from common.transfer.key import Identity, TransferKey
 
-Line = tuple[bytes, int]
+Line = tuple[bytes, int, int]
 Outcome = list[tuple[TransferKey, Action]]
 
 
