@@ -20,6 +20,10 @@ class TransferKey(msgspec.Struct, frozen=True, order=True):
         """What the attempts of one part of one leg have in common."""
         return (self.request_id, self.leg, self.part)
 
+    def of_attempt(self, attempt: int) -> "TransferKey":
+        """The same part of the same leg in another attempt."""
+        return TransferKey(self.request_id, self.leg, attempt, self.part)
+
     @property
     def seq(self) -> str:
         """The engine's name of the sequence, the same at both ends."""

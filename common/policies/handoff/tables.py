@@ -38,7 +38,7 @@ class Attempts:
         """Only after refusal() gave None. Returns the older attempt that this one ends."""
         older = self._live.get(key.line)
         self._live[key.line] = key.attempt
-        return None if older is None else TransferKey(*key.line, older)
+        return None if older is None else key.of_attempt(older)
 
     def end(self, key: TransferKey) -> None:
         """Idempotent, also for what never began: cancel-before-create."""
@@ -55,7 +55,7 @@ class Attempts:
     def live_up_to(self, key: TransferKey) -> TransferKey | None:
         """The live attempt that a cancel of `key` ends: itself or an older one."""
         live = self._live.get(key.line)
-        return None if live is None or live > key.attempt else TransferKey(*key.line, live)
+        return None if live is None or live > key.attempt else key.of_attempt(live)
 
     @property
     def live_count(self) -> int:

@@ -139,7 +139,7 @@ class World:
                 Grant(grant.key, b"x" * 16, grant.owner, grant.puller, grant.tenant),
                 Grant(grant.key, grant.ticket, grant.owner, grant.puller, "other tenant"),
                 Grant(grant.key, grant.ticket, grant.owner, Identity("d0", "?"), grant.tenant),
-                Grant(TransferKey(*grant.key.line, grant.key.attempt + 1), grant.ticket, *_rest(grant)),
+                Grant(grant.key.of_attempt(grant.key.attempt + 1), grant.ticket, *_rest(grant)),
             ]
             self.connect(forged[arg // 4 % len(forged)], None)
 
