@@ -29,6 +29,7 @@ from common.transfer.key import Identity
 from common.transfer.publications import PublicationTable
 from common.transfer.puller import Puller
 from common.transfer.service import TransferService
+from common.transfer.tables import PublicationTables
 from epd.v1 import decode_pb2_grpc, prefill_pb2_grpc, trace_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
@@ -92,11 +93,12 @@ class Worker:
         publications = self._publications = PublicationTable(
             identity, engine, overlap=settings.pull_overlap, limits=settings.handoff
         )
+        tables = PublicationTables(kv=publications)
         # Shared by all workers of this host and user: how they find out that they are neighbours.
         run_dir = settings.run_dir or os.path.join(tempfile.gettempdir(), f"epd-{os.geteuid()}")
         shm: ShmServer | None = None
         if "shm" in settings.channels:
-            shm = ShmServer(run_dir, publications)
+            shm = ShmServer(run_dir, tables)
             await shm.start()
             cleanup.push_async_callback(shm.stop)
         puller = Puller(
@@ -134,7 +136,7 @@ class Worker:
         add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._service, "epd.v1.WorkerService")
         add(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceService(self.store), "epd.v1.TraceService")
         if "prefill" in settings.roles:
-            transfer = TransferService(publications, channels=settings.channels, nonce=shm.nonce if shm else b"")
+            transfer = TransferService(tables, channels=settings.channels, nonce=shm.nonce if shm else b"")
             add(transfer_pb2_grpc.add_TransferServiceServicer_to_server, transfer, "epd.v1.TransferService")
             prefill = PrefillService(context, publications)
             add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill, "epd.v1.PrefillService")

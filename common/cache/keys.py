@@ -135,6 +135,10 @@ class EmbeddingLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.levels
 
     @property
+    def block_size(self) -> int:
+        return self.block_rows
+
+    @property
     def itemsize(self) -> int:
         return 4 if self.dtype == "float32" else 2
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from common.cache.keys import KvLayout
+from common.cache.keys import EmbeddingLayout, KvLayout
 from common.errors import InvalidArgument
 from common.sampling import ChoiceTokens, SamplingParams, TokenLogprob, TopLogprob
 from common.transfer.key import Identity, TransferKey
@@ -84,6 +84,28 @@ def layout_from_proto(message: pb.KvLayout) -> KvLayout:
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
         block_size=message.block_size,
+    )
+
+
+def embedding_layout_to_proto(layout: EmbeddingLayout) -> pb.EmbeddingLayout:
+    return pb.EmbeddingLayout(
+        model=layout.model,
+        revision=layout.revision,
+        dtype=layout.dtype,
+        levels=layout.levels,
+        hidden_size=layout.hidden_size,
+        block_rows=layout.block_rows,
+    )
+
+
+def embedding_layout_from_proto(message: pb.EmbeddingLayout) -> EmbeddingLayout:
+    return EmbeddingLayout(
+        model=message.model,
+        revision=message.revision,
+        dtype=message.dtype,
+        levels=message.levels,
+        hidden_size=message.hidden_size,
+        block_rows=message.block_rows,
     )
 
 

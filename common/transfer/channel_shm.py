@@ -20,19 +20,19 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Self
 
-from common.errors import Unavailable
+from common.errors import TransferFailed, Unavailable
 from common.policies.handoff.terms import Span
 from common.transfer.channel import BlockMap, RateLimit, check_generations, runs, settled
 from common.transfer.key import Identity, TransferKey
 from common.transfer.pool_memory import PoolMemory
-from common.transfer.publications import PublicationTable
+from common.transfer.tables import PublicationTables
 
 log = logging.getLogger(__name__)
 
 NONCE_BYTES = 16
 HANDSHAKE_SECONDS = 2.0
 MAX_CLIENTS = 64
-_CLAIM = struct.Struct("<16sII16s")  # request id, leg, attempt, ticket
+_CLAIM = struct.Struct("<16sIII16s")  # request id, leg, attempt, part, ticket
 _GRANTED = b"\x01"
 
 
@@ -55,7 +55,7 @@ def private_dir(run_dir: str | Path) -> Path:
 class ShmServer:
     """The owner's socket. run_dir: shared by all workers of the host, mode 0700; made when missing."""
 
-    def __init__(self, run_dir: str | Path, publications: PublicationTable) -> None:
+    def __init__(self, run_dir: str | Path, publications: PublicationTables) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._publications = publications
         self._path = socket_path(private_dir(run_dir), publications.identity)
@@ -102,14 +102,21 @@ class ShmServer:
             # The puller opens its pull between the two, and may have to wait for the publication.
             async with asyncio.timeout(self._publications.limits.create_wait_seconds + HANDSHAKE_SECONDS):
                 claim = await _receive(client, _CLAIM.size)
-            request_id, leg, attempt, ticket = _CLAIM.unpack(claim)
-            if not self._publications.has_lease(TransferKey(request_id, leg, attempt), ticket):
-                return  # closing says no
-            fd = self._publications.engine.pool.read_only_fd()
-            try:
-                socket.send_fds(client, [_GRANTED], [fd])
-            finally:
-                os.close(fd)
+            *fields, ticket = _CLAIM.unpack(claim)
+            key = TransferKey(*fields)
+            with contextlib.suppress(TransferFailed):
+                table = self._publications.of(key)
+                if table.has_lease(key, ticket):
+                    _grant(client, table.engine.pool)
+            # closing without says no
+
+
+def _grant(client: socket.socket, pool: PoolMemory) -> None:
+    fd = pool.read_only_fd()
+    try:
+        socket.send_fds(client, [_GRANTED], [fd])
+    finally:
+        os.close(fd)
 
 
 class ShmClient:
@@ -140,7 +147,7 @@ class ShmClient:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                claim = _CLAIM.pack(key.request_id, key.leg, key.attempt, ticket)
+                claim = _CLAIM.pack(key.request_id, key.leg, key.attempt, key.part, ticket)
                 await loop.sock_sendall(self._sock, claim)
                 return PoolMemory.attach(await _receive_fd(self._sock))
         except (OSError, TimeoutError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The owner's side: publications at a prefill worker, driven by its engine's events and by the streams of pullers.
+"""The owner's side: publications of one pool, driven by its engine's events and by the streams of pullers.
 
 This carries out what the pure machine decides (common/policies/handoff): it owns the timer and the way from engine
 progress to readable blocks, and wakes the pull streams. Everything belongs to one event loop.
@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from common import errors
-from common.cache.keys import KvLayout
 from common.policies.handoff import owner as machine
 from common.policies.handoff.tables import Outcome, OwnerTable
 from common.policies.handoff.terms import End, Finished, Grant, HandoffLimits, Refusal, Span, Started, Watermark
 from common.sampling import ChoiceTokens
 from common.transfer.key import Identity, TransferKey
+from common.transfer.layout import PoolLayout
 from common.transfer.pool_memory import PoolMemory
 from common.transfer.pull_stream import PullStream
 
@@ -31,21 +31,28 @@ _REFUSALS: dict[Refusal, type[errors.EpdError]] = {
 }  # the others: TransferRefused
 
 
-def refused(why: Refusal) -> errors.EpdError:
+def refused(why: Refusal, key: TransferKey) -> errors.EpdError:
+    if why is Refusal.UNKNOWN and key.part:
+        return errors.NotReady("the embedding is not published yet")  # case D13
     return _REFUSALS.get(why, errors.TransferRefused)(str(why))
 
 
 class OwnerEngine(Protocol):
-    """What publications need of common.engine.client.Engine."""
+    """What publications need of whoever fills the pool: common.engine.client.Engine, common.encoder.encoder.Encoder."""
 
-    layout: KvLayout
-    pool: PoolMemory
+    @property
+    def layout(self) -> PoolLayout: ...
 
-    async def wait_progress(self, step: int, layers: int) -> None: ...
+    @property
+    def pool(self) -> PoolMemory: ...
+
+    async def wait_progress(self, step: int, layers: int) -> None:
+        """For publications that announce chunks."""
 
 
 class Publication:
-    """One prompt's blocks on offer. Made by PublicationTable.publish; fed with the engine's events of its sequence."""
+    """Blocks of one prompt, or of one call's images, on offer. Made by PublicationTable.publish; fed with the engine's
+    events of its sequence."""
 
     def __init__(self, table: "PublicationTable", key: TransferKey, on_release: Callable[[], None]) -> None:
         self.key = key
@@ -71,7 +78,7 @@ class Publication:
         self._chunks.put_nowait((step, start, end, last))
 
     def finished(self, first: Sequence[ChoiceTokens], token_count: int, token_hash: bytes) -> None:
-        """Everything is computed and readable."""
+        """Everything is computed and readable. token_hash: embedding_hash for images, whose tokens are rows."""
         self._stop_watching()
         if self.released.is_set():
             self._on_release()
@@ -122,7 +129,7 @@ class Publication:
 
 
 class PublicationTable:
-    """All publications of one life of a worker."""
+    """All publications of one pool in one life of a worker."""
 
     def __init__(
         self,
@@ -180,7 +187,7 @@ class PublicationTable:
         now = self._clock()
         why, outcome = self._table.create(grant, now, now + deadline_seconds)
         if why:
-            raise refused(why)
+            raise refused(why, key)
         publication = self._publications[key] = Publication(self, key, on_release)
         self._carry_out(outcome)
         return publication
@@ -223,10 +230,10 @@ class PublicationTable:
     async def read(self, key: TransferKey, ticket: bytes, span: Span, copy: Callable[[], Awaitable[T]]) -> T:
         """Runs `copy` while the blocks are pinned. Raises TransferRefused or TransferFailed."""
         if key not in self._table.owners:
-            raise refused(Refusal.OVER)
+            raise refused(Refusal.OVER, key)
         for _, action in self._table.apply(key, machine.ReadBegin(ticket, (span,)), self._clock()):
             if isinstance(action, machine.Refuse):
-                raise refused(action.why)
+                raise refused(action.why, key)
         try:
             return await copy()
         finally:
@@ -253,7 +260,7 @@ class PublicationTable:
                 case machine.Tell(number, what):
                     self._streams[number].put(what)
                 case machine.Refuse(number, why) if number in self._streams:
-                    self._streams[number].end(refused(why))
+                    self._streams[number].end(refused(why, key))
                 case machine.EndStream(number, end):
                     self._streams[number].end(None if end is End.DONE else _ended(end, publication))
                 case machine.Free() if publication:

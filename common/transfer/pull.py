@@ -14,8 +14,6 @@ from typing import Any
 import grpc
 
 from common import errors
-from common.cache.keys import token_hash
-from common.engine.messages import Reserved
 from common.policies.handoff import puller as machine
 from common.policies.handoff.terms import Finished, Started, Watermark, spans_between
 from common.rpc import wire
@@ -23,9 +21,10 @@ from common.rpc.errors import from_rpc
 from common.transfer.channel import BlockMap, Channel, split
 from common.transfer.channel_grpc import GrpcChannel
 from common.transfer.channel_shm import ShmChannel, ShmClient
+from common.transfer.layout import show_layout
 from common.transfer.peers import Peer
 from common.transfer.pool_memory import PoolMemory
-from common.transfer.pull_terms import Home, PullResult, PullTarget, ReserveCall
+from common.transfer.pull_terms import Home, PullResult, PullTarget, ReserveCall, Room
 from epd.v1 import transfer_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -41,15 +40,15 @@ class Pull:
         self._home, self._target, self._peer, self._reserve = home, target, peer, reserve
         self._now = asyncio.get_running_loop().time
         self._begin = self._finished_at = self._heard_at = self._now()
-        count, layout = len(target.token_ids), home.layout
-        blocks = -(-count // layout.block_size)
-        expected = machine.Target(target.key, count, token_hash(target.token_ids), blocks, layout.num_layers)
+        expected = machine.Target(
+            target.key, target.token_count, target.content_hash, target.num_blocks, home.layout.num_layers
+        )
         self._machine = machine.open_pull(expected, self._begin, self._begin + target.deadline_seconds, home.limits)
         self._events: deque[machine.Event] = deque()
         self._wake = asyncio.Event()
         self._cause: BaseException | None = None  # of a failure, when it was not the machine's own finding
         self._tasks: dict[str, asyncio.Task[Any]] = {}  # stream, reserve, copy
-        self._reserved: Reserved | None = None
+        self._reserved: Room | None = None
         self._shm: ShmClient | None = None
         self._channel: Channel | None = None
         self._chosen = ""
@@ -174,17 +173,17 @@ class Pull:
         if "shm" in home.channels and self._peer.memory is None:
             self._shm = await ShmClient.connect(home.run_dir, target.owner)
             self._peer.nonce = self._shm.nonce if self._shm else b""
-        return pb.PullOpen(
+        opening = pb.PullOpen(
             key=wire.key_to_proto(target.key),
             ticket=target.ticket,
             owner=wire.identity_to_proto(target.owner),
             puller=wire.identity_to_proto(home.identity),
-            compat_id=home.layout.compat_id,
-            layout=wire.layout_to_proto(home.layout),
             channels=[name for name in home.channels if name != "shm" or self._peer.nonce],
             tenant=target.tenant,
             host_nonce=self._peer.nonce,
         )
+        show_layout(opening, home.layout)
+        return opening
 
     async def _write(self, call: Any, opening: pb.PullOpen) -> None:
         request = pb.PullRequest(open=opening)
@@ -235,10 +234,10 @@ class Pull:
 
     # --- room and copies --------------------------------------------------------------------------------------------
 
-    async def _get_room(self, token_count: int) -> Reserved:
+    async def _get_room(self, token_count: int) -> Room:
         return await self._reserve(token_count)
 
-    def _room_ended(self, task: asyncio.Task[Reserved]) -> None:
+    def _room_ended(self, task: asyncio.Task[Room]) -> None:
         if task.cancelled():
             self._put(machine.ReserveFailed("cancelled"))
         elif error := task.exception():

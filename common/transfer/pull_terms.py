@@ -6,26 +6,42 @@ from typing import Any, Protocol
 
 import msgspec
 
-from common.cache.keys import KvLayout
-from common.engine.messages import Reserved
 from common.policies.handoff.terms import HandoffLimits
 from common.sampling import ChoiceTokens
 from common.transfer.channel import RateLimit
 from common.transfer.key import Identity, TransferKey
+from common.transfer.layout import PoolLayout
 from common.transfer.pool_memory import PoolMemory
 
-ReserveCall = Callable[[int], Awaitable[Reserved]]
+
+class Room(Protocol):
+    """Blocks of the puller's pool in the transfer's order; the first hit_blocks are right already."""
+
+    @property
+    def blocks(self) -> Sequence[int]: ...
+
+    @property
+    def hit_blocks(self) -> int: ...
+
+
+ReserveCall = Callable[[int], Awaitable[Room]]
 
 
 class PullTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """What to pull, from whom. token_ids: all whose KV is expected, prompt and resumed output."""
+    """What to pull, from whom.
+
+    token_count: tokens whose KV, or rows of the images whose embeddings, are expected. content_hash: token_hash or
+    embedding_hash of them, made here: what differs is refused.
+    """
 
     key: TransferKey
     ticket: bytes
     owner: Identity
     address: str  # host:port of the owner's gRPC server
     tenant: str
-    token_ids: Sequence[int]
+    token_count: int
+    content_hash: bytes
+    num_blocks: int
     deadline_seconds: float
 
 
@@ -40,7 +56,7 @@ class PullResult(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read: int
     channel: str
     moved: bool
-    reserved: Reserved | None
+    reserved: Room | None
     exposed_seconds: float  # from hearing that prefill has finished until ready to commit
     total_seconds: float
 
@@ -50,7 +66,7 @@ class Home(Protocol):
 
     identity: Identity
     pool: PoolMemory
-    layout: KvLayout
+    layout: PoolLayout
     run_dir: str
     channels: tuple[str, ...]
     limits: HandoffLimits

@@ -1,4 +1,4 @@
-"""The decode side: pulls the KV of one prompt into reserved blocks of the own pool while prefill still computes."""
+"""The reading side: pulls a prompt's KV, or images' embeddings, into blocks of the own pool, early where it can."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 
-from common.cache.keys import KvLayout
 from common.policies.handoff.tables import Attempts
 from common.policies.handoff.terms import HandoffLimits
 from common.transfer.channel import RateLimit
 from common.transfer.key import Identity, TransferKey
+from common.transfer.layout import PoolLayout
 from common.transfer.peers import Peers
 from common.transfer.pool_memory import PoolMemory
 from common.transfer.publications import refused
@@ -24,13 +24,13 @@ COPY_THREADS = 2
 
 
 class Puller:
-    """All pulls of one decode worker."""
+    """All pulls into one pool of a worker."""
 
     def __init__(
         self,
         identity: Identity,
         pool: PoolMemory,
-        layout: KvLayout,
+        layout: PoolLayout,
         connect: Callable[[str], grpc.aio.Channel],
         *,
         channels: Sequence[str] = ("shm", "grpc"),
@@ -58,7 +58,7 @@ class Puller:
         return len(self._running)
 
     async def pull(self, target: PullTarget, reserve: ReserveCall) -> PullResult:
-        """Pulls one prompt's KV. reserve(token_count) is awaited once the owner has blocks, and cancelled on failure.
+        """Pulls one transfer. reserve(token_count) is awaited once the owner has blocks, and cancelled on failure.
 
         When this raises, cancelled included, nothing writes to the reserved blocks any more and the caller gives them
         back. Raises what `reserve` raised; TransferFailed and its kin; LayoutMismatch; WrongIncarnation;
@@ -66,7 +66,7 @@ class Puller:
         """
         key = target.key
         if why := self._attempts.refusal(key):
-            raise refused(why)
+            raise refused(why, key)
         older = self._attempts.begin(key)
         if older in self._running:
             self._running[older].cancel()  # a newer attempt ends it

@@ -13,8 +13,11 @@ from common.rpc import wire
 from common.transfer.channel import check_generations, checksum, pieces, settled, split
 from common.transfer.channel_grpc import span_from_proto
 from common.transfer.key import TransferKey
+from common.transfer.layout import shown_layout
+from common.transfer.pool_memory import PoolMemory
 from common.transfer.publications import PublicationTable
 from common.transfer.pull_stream import PullStream
+from common.transfer.tables import PublicationTables
 from epd.v1 import transfer_pb2 as pb
 from epd.v1 import transfer_pb2_grpc
 
@@ -30,7 +33,7 @@ class TransferService(transfer_pb2_grpc.TransferServiceServicer):
     """
 
     def __init__(
-        self, publications: PublicationTable, *, channels: Sequence[str] = ("shm", "grpc"), nonce: bytes = b""
+        self, publications: PublicationTables, *, channels: Sequence[str] = ("shm", "grpc"), nonce: bytes = b""
     ) -> None:
         self._publications = publications
         self._channels = tuple(channels)
@@ -47,21 +50,23 @@ class TransferService(transfer_pb2_grpc.TransferServiceServicer):
         if first is None or first.WhichOneof("event") != "open":
             raise InvalidArgument("the first message must be open", field="open")
         opening = first.open
-        self._check(opening)
+        table = self._check(opening)
         channel = self._choose(opening)
         remaining = context.time_remaining()
-        stream = self._publications.open(
+        stream = table.open(
             _shown(opening), MAX_PULL_SECONDS if remaining is None else min(remaining, MAX_PULL_SECONDS)
         )
-        listening = asyncio.create_task(self._listen(requests, stream))
+        listening = asyncio.create_task(self._listen(table, requests, stream))
         try:
             async for item in stream:
                 yield _response(item, channel)
         finally:
-            self._publications.close(stream)  # at once, however the call ended: the lease is over
+            table.close(stream)  # at once, however the call ended: the lease is over
             listening.cancel()
 
-    async def _listen(self, requests: AsyncIterator[pb.PullRequest], stream: PullStream) -> None:
+    async def _listen(
+        self, table: PublicationTable, requests: AsyncIterator[pb.PullRequest], stream: PullStream
+    ) -> None:
         """The puller's side of the stream. Its end without done ends the lease."""
         try:
             async for request in requests:
@@ -69,22 +74,24 @@ class TransferService(transfer_pb2_grpc.TransferServiceServicer):
                     case "ack":
                         ack = request.ack
                         taken = Watermark(ack.complete_blocks, ack.layers_done)
-                        self._publications.acknowledge(stream, taken, ack.bytes_read, ack.waiting_for_room)
+                        table.acknowledge(stream, taken, ack.bytes_read, ack.waiting_for_room)
                     case "done":
-                        self._publications.done(stream)
+                        table.done(stream)
         finally:
-            self._publications.close(stream)
+            table.close(stream)
             stream.end(TransferRefused("the puller's side of the stream ended"))  # without effect after done
 
-    def _check(self, opening: pb.PullOpen) -> None:
-        """Cases A17 and A18."""
+    def _check(self, opening: pb.PullOpen) -> PublicationTable:
+        """The table that the transfer is of. Cases A17 and A18."""
         owner = wire.identity_from_proto(opening.owner)
         mine = self._publications.identity
         if owner != mine:
             raise WrongIncarnation(f"this is {mine.worker_id}, but not the incarnation that was called")
-        layout, theirs = self._publications.engine.layout, wire.layout_from_proto(opening.layout)
+        table = self._publications.of(wire.key_from_proto(opening.key))
+        layout, theirs = table.engine.layout, shown_layout(opening)
         if theirs.compat_id != layout.compat_id or opening.compat_id != layout.compat_id:
             raise LayoutMismatch(f"the owner's blocks are {layout}; the puller's are {theirs}")
+        return table
 
     def _choose(self, opening: pb.PullOpen) -> str:
         """The puller's first choice that both can use."""
@@ -96,27 +103,27 @@ class TransferService(transfer_pb2_grpc.TransferServiceServicer):
 
     async def Read(self, request: pb.ReadRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.ReadResponse]:
         key = wire.key_from_proto(request.key)
+        table = self._publications.of(key)
         if len(request.spans) > MAX_READ_SPANS:
             raise InvalidArgument(f"at most {MAX_READ_SPANS} spans a read", field="spans")
-        unit_bytes = self._publications.engine.layout.unit_bytes
+        unit_bytes = table.engine.layout.unit_bytes
         for message in request.spans:
             span = span_from_proto(message)
             if min(span.layer_count, span.block_count) < 1:
                 raise InvalidArgument("a span is empty", field="spans")
             # Small spans, so that the blocks are pinned for a copy in memory only, never while the network is slow.
             for part in split(span, unit_bytes, _READ_BYTES):
-                for data in await self._gather(key, request.ticket, part):
+                for data in await self._gather(table, key, request.ticket, part):
                     yield pb.ReadResponse(data=data, crc32=checksum(data))
 
-    async def _gather(self, key: TransferKey, ticket: bytes, span: Span) -> list[bytes]:
+    async def _gather(self, table: PublicationTable, key: TransferKey, ticket: bytes, span: Span) -> list[bytes]:
         async def copy() -> list[bytes]:
-            blocks = self._publications.blocks_of(key)
-            return await settled(asyncio.to_thread(self._copy, blocks, span))
+            blocks = table.blocks_of(key)
+            return await settled(asyncio.to_thread(self._copy, table.engine.pool, blocks, span))
 
-        return await self._publications.read(key, ticket, span, copy)
+        return await table.read(key, ticket, span, copy)
 
-    def _copy(self, blocks: Started, span: Span) -> list[bytes]:
-        pool = self._publications.engine.pool
+    def _copy(self, pool: PoolMemory, blocks: Started, span: Span) -> list[bytes]:
         check_generations(pool, span, blocks.blocks, blocks.generations)
         found = [b"".join(piece) for piece in pieces(pool, blocks.blocks, span)]  # type: ignore[arg-type]
         check_generations(pool, span, blocks.blocks, blocks.generations)

@@ -7,6 +7,7 @@ import grpc
 import msgspec
 
 from common import telemetry
+from common.cache.keys import token_hash
 from common.engine.client import EngineStream
 from common.engine.messages import Cancel, Commit, Done, Failed, Finish, Reserve, Reserved, Started, Submit, Tokens
 from common.errors import DuplicateRequest, EngineFailed, InvalidArgument, NotReady
@@ -148,13 +149,16 @@ class _Run:
         if not self._request.HasField("source"):
             return self._worker.engine.open(Submit(**msgspec.structs.asdict(self._command)))
         source = self._request.source
+        tokens = [*self._command.prompt, *self._command.output]
         target = PullTarget(
             key=self._key,
             ticket=source.ticket,
             owner=wire.identity_from_proto(source.owner),
             address=source.address,
             tenant=self._request.tenant,
-            token_ids=[*self._command.prompt, *self._command.output],
+            token_count=len(tokens),
+            content_hash=token_hash(tokens),
+            num_blocks=-(-len(tokens) // self._worker.record.layout.block_size),
             deadline_seconds=remaining_seconds,
         )
         with telemetry.start_span(telemetry.TRANSFER_PULL) as span:

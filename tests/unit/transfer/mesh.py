@@ -20,6 +20,7 @@ from common.transfer.pool_memory import PoolMemory
 from common.transfer.publications import Publication, PublicationTable
 from common.transfer.puller import Puller, PullResult, PullTarget
 from common.transfer.service import TransferService
+from common.transfer.tables import PublicationTables
 from epd.v1 import transfer_pb2_grpc
 
 LAYERS, BLOCK_SIZE, POOL_BLOCKS = 4, 16, 32
@@ -42,6 +43,12 @@ def new_key(attempt: int = 1) -> TransferKey:
 
 def first_token(finish_reason: str | None = None) -> list[ChoiceTokens]:
     return [ChoiceTokens(choice=0, token_ids=[7], finish_reason=finish_reason)]
+
+
+def prompt(token_ids: Sequence[int]) -> dict[str, Any]:
+    """What a PullTarget says of a prompt."""
+    blocks = -(-len(token_ids) // BLOCK_SIZE)
+    return {"token_count": len(token_ids), "content_hash": token_hash(token_ids), "num_blocks": blocks}
 
 
 class FakeEngine:
@@ -100,8 +107,9 @@ class OwnerSide:
         self.identity = Identity(name, life)
         self.engine = FakeEngine(layout)
         self.table = Table(self.identity, self.engine, limits=limits)
-        self.shm = ShmServer(run_dir, self.table) if run_dir else None
-        self.service = TransferService(self.table, nonce=self.shm.nonce if self.shm else b"")
+        tables = PublicationTables(kv=self.table)
+        self.shm = ShmServer(run_dir, tables) if run_dir else None
+        self.service = TransferService(tables, nonce=self.shm.nonce if self.shm else b"")
         self.server = grpc.aio.server(interceptors=[ServerInterceptor()])
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(self.service, self.server)
         self.address = ""
@@ -171,8 +179,8 @@ class PullerSide:
             "owner": owner.identity,
             "address": owner.address,
             "tenant": TENANT,
-            "token_ids": TOKENS,
             "deadline_seconds": 60.0,
+            **prompt(changes.pop("token_ids", TOKENS)),
         }
         return PullTarget(**{**fields, **changes})
 

@@ -16,6 +16,7 @@ from common.transfer.channel import RateLimit, check_generations, pieces, runs, 
 from common.transfer.channel_shm import ShmClient, ShmServer, private_dir, socket_path
 from common.transfer.key import Identity
 from common.transfer.pool_memory import PoolMemory
+from common.transfer.tables import PublicationTables
 from tests.unit.transfer.mesh import BLOCKS, TICKET, Mesh, new_key
 
 
@@ -162,4 +163,4 @@ async def test_run_directory_must_be_private(mesh: Mesh, tmp_path: Path) -> None
     os.chmod(tmp_path, 0o755)
     owner = await mesh.owner(shm=False)
     with pytest.raises(PermissionError):
-        ShmServer(tmp_path, owner.table)
+        ShmServer(tmp_path, PublicationTables(kv=owner.table))

@@ -33,6 +33,7 @@ from tests.unit.transfer.mesh import (
     OwnerSide,
     PullerSide,
     new_key,
+    prompt,
 )
 
 
@@ -321,8 +322,8 @@ async def test_killed_owner_fails_the_pull(mesh: Mesh, channel: str, monkeypatch
                 owner=owner_process.IDENTITY,
                 address=address,
                 tenant=TENANT,
-                token_ids=TOKENS,
                 deadline_seconds=60.0,
+                **prompt(TOKENS),
             )
             pulling = asyncio.create_task(side.puller.pull(target, side.reserve))
             await first_copy.wait()
