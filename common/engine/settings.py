@@ -15,6 +15,7 @@ class TimedModel(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int = 4
     vocab_size: int = 49152
     max_context: int = 8192
+    image_hidden_size: int = 0  # of image embeddings; 0: takes no images
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):

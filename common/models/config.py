@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from common.cache.keys import KvLayout
+from common.cache.keys import EmbeddingLayout, KvLayout
 from common.engine.settings import EngineSettings
 from common.errors import InvalidArgument, ModelNotFound
+from common.models.text_config import VISION_ARCHITECTURES, embedding_levels, image_token_id, mrope_section, text_config
 
 SUPPORTED = (
     "LlamaForCausalLM",
@@ -18,6 +19,7 @@ SUPPORTED = (
     "Qwen3ForCausalLM",
     "MistralForCausalLM",
     "Gemma3ForCausalLM",
+    *VISION_ARCHITECTURES,
 )
 _PROBES = 256  # places of each weight file that enter the revision
 _PROBE_BYTES = 4096
@@ -25,7 +27,11 @@ _MAX_HEADER_BYTES = 100 * 2**20  # safetensors' own limit
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of a text model. max_context in tokens; sliding_window in tokens or None."""
+    """Shape of a text model, or of a vision-language model's text side. max_context and sliding_window in tokens.
+
+    embedding_levels: tensors of an image's embedding (EmbeddingLayout), 0 without vision. mrope_section: empty unless
+    positions are three-fold. bidirectional_images: the tokens of an image attend to each other both ways.
+    """
 
     architecture: str
     num_layers: int
@@ -36,6 +42,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int | None
     eos_token_ids: tuple[int, ...]
     revision: str
+    hidden_size: int
+    vision: bool = False
+    image_token_id: int | None = None
+    embedding_levels: int = 0
+    mrope_section: tuple[int, ...] = ()
+    bidirectional_images: bool = False
 
 
 def read_config(model_dir: str | Path, *, revision: str = "") -> ModelConfig:
@@ -54,22 +66,36 @@ def read_config(model_dir: str | Path, *, revision: str = "") -> ModelConfig:
         raise InvalidArgument(
             f"architecture {architecture} is not supported; supported are {', '.join(SUPPORTED)}", field="model_dir"
         )
-    heads = _positive(config, "num_attention_heads")
-    head_dim = config.get("head_dim")
+    vision = architecture in VISION_ARCHITECTURES
+    text = text_config(config, architecture) if vision else config
+    heads = _positive(text, "num_attention_heads")
+    hidden_size = _positive(text, "hidden_size")
+    head_dim = text.get("head_dim")
     if head_dim is None:
         # transformers' own defaults: Qwen3 128 and Gemma3 256 are fixed, the others divide.
         fixed = {"Qwen3ForCausalLM": 128, "Gemma3ForCausalLM": 256}
-        head_dim = fixed.get(architecture) or _positive(config, "hidden_size") // heads
-    return ModelConfig(
+        head_dim = fixed.get(architecture) or hidden_size // heads
+    shape = ModelConfig(
         architecture=architecture,
-        num_layers=_positive(config, "num_hidden_layers"),
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        num_layers=_positive(text, "num_hidden_layers"),
+        num_kv_heads=int(text.get("num_key_value_heads") or heads),
         head_dim=int(head_dim),
-        vocab_size=_positive(config, "vocab_size"),
-        max_context=_positive(config, "max_position_embeddings"),
-        sliding_window=config.get("sliding_window"),
-        eos_token_ids=_eos_token_ids(root, config),
+        vocab_size=_positive(text, "vocab_size"),
+        max_context=_positive(text, "max_position_embeddings"),
+        sliding_window=text.get("sliding_window"),
+        eos_token_ids=_eos_token_ids(root, config if config.get("eos_token_id") is not None else text),
         revision=revision or checkpoint_revision(root),
+        hidden_size=hidden_size,
+    )
+    if not vision:
+        return shape
+    return msgspec.structs.replace(
+        shape,
+        vision=True,
+        image_token_id=image_token_id(config, architecture),
+        embedding_levels=embedding_levels(config, architecture),
+        mrope_section=mrope_section(text, architecture),
+        bidirectional_images=architecture == "Gemma3ForConditionalGeneration",
     )
 
 
@@ -96,6 +122,30 @@ def kv_layout(settings: EngineSettings) -> KvLayout:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=settings.block_size,
+    )
+
+
+def embedding_layout(settings: EngineSettings) -> EmbeddingLayout | None:
+    """Layout of the image embeddings that a model with these settings takes; None when it takes no images."""
+    if settings.executor == "timed":
+        if not settings.timed.image_hidden_size:
+            return None
+        return EmbeddingLayout(
+            model=settings.served_name or "timed",
+            revision=settings.revision or "timed-1",
+            dtype="float32",
+            levels=1,
+            hidden_size=settings.timed.image_hidden_size,
+        )
+    config = read_config(settings.model_dir, revision=settings.revision)
+    if not config.vision:
+        return None
+    return EmbeddingLayout(
+        model=settings.served_name or Path(settings.model_dir).name,
+        revision=config.revision,
+        dtype=settings.dtype,
+        levels=config.embedding_levels,
+        hidden_size=config.hidden_size,
     )
 
 
