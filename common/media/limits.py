@@ -4,10 +4,6 @@ import msgspec
 
 from common.errors import InvalidArgument
 
-# Part of what a media key is made of (`media_key`'s options). It changes with every change of the pixels that
-# `common/media/images.py` makes of a file.
-CONVERSION_VERSION = 1
-
 MIB = 1024 * 1024
 
 
