@@ -44,6 +44,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int
     pending_prefill_tokens: int = 0
     active_blocks: int = 0
+    free_blocks: int | None = None  # for new sequences, cached ones that may be evicted included; None: not known
     cached: Collection[bytes] = frozenset()  # prefix keys, cut to INDEX_KEY_BYTES
 
     def has(self, role: str) -> bool:
@@ -85,6 +86,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return "aggregated" if self.decode else "prefill-only"
 
 
+class Hold(msgspec.Struct, frozen=True):
+    """There are pairs for the request, but no decode worker among them has room: wait for one here, where the request
+    holds nothing yet, rather than there, where it would hold a prefill worker's blocks."""
+
+
 def cached_tokens(worker: WorkerView, request: RouteRequest) -> int:
     """Prompt tokens that the worker can take from its cache: whole leading blocks, never the whole prompt."""
     limit = hit_limit(request.prompt_tokens, worker.block_size)
@@ -111,7 +117,15 @@ def fits(worker: WorkerView, request: RouteRequest) -> bool:
     )
 
 
-def route(workers: Iterable[WorkerView], request: RouteRequest, policy: RoutingPolicy) -> Plan | None:
+def has_room(worker: WorkerView, request: RouteRequest) -> bool:
+    """Whether a decode worker can reserve the prompt's blocks, and one a choice, at once."""
+    if worker.free_blocks is None:
+        return True
+    blocks = -(-(request.prompt_tokens - cached_tokens(worker, request)) // worker.block_size)
+    return blocks + request.choices <= worker.free_blocks
+
+
+def route(workers: Iterable[WorkerView], request: RouteRequest, policy: RoutingPolicy) -> Plan | Hold | None:
     """The plan, or None when no worker, or no pair that can exchange blocks, is there."""
     able = [w for w in workers if w.worker_id not in request.exclude and fits(w, request)]
     prefills = [_prefill_score(w, request) for w in able if w.has(PREFILL)]
@@ -122,7 +136,7 @@ def route(workers: Iterable[WorkerView], request: RouteRequest, policy: RoutingP
         return Plan(prefill=best, reason="single-token", scores=_scores(prefills))
     locals_ = [_local_score(w, request) for w in able if w.has(PREFILL) and w.has(DECODE)]
     decodes = [_decode_score(w, request, policy) for w in able if w.has(DECODE)]
-    pair = _best_pair(prefills, decodes, request, policy)
+    pair = _best_pair(prefills, [scored for scored in decodes if has_room(scored[0], request)], request, policy)
     everything = _scores(prefills, decodes, locals_)
     if locals_:
         worker, score = _pick(locals_, request, policy)
@@ -130,7 +144,7 @@ def route(workers: Iterable[WorkerView], request: RouteRequest, policy: RoutingP
         if reason:
             return Plan(decode=worker, reason=reason, scores=everything)
     if pair is None:
-        return None
+        return Hold() if _best_pair(prefills, decodes, request, policy) else None
     return Plan(prefill=pair[0], decode=pair[1], reason="pair", scores=everything)
 
 

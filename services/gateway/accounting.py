@@ -20,7 +20,12 @@ _ORDER = (
     names.GATEWAY_PREPROCESS,
     names.GATEWAY_RETRY,
     names.GATEWAY_ROUTE,
+    names.ENCODE_RPC,
+    names.ENCODE_QUEUE,
+    names.ENCODE_PREPROCESS,
+    names.ENCODE_FORWARD,
     names.PREFILL_RPC,
+    names.EMBEDDING_PULL,
     names.PREFILL_QUEUE,
     names.CACHE_LOOKUP,
     names.PREFILL_FORWARD,
@@ -33,7 +38,7 @@ _ORDER = (
     names.GATEWAY_EMIT,
     names.UNATTRIBUTED,
 )
-_UP_TO_FIRST_TOKEN = frozenset({names.PREFILL_QUEUE, names.CACHE_LOOKUP, names.PREFILL_FORWARD})
+_UP_TO_FIRST_TOKEN = frozenset({names.EMBEDDING_PULL, names.PREFILL_QUEUE, names.CACHE_LOOKUP, names.PREFILL_FORWARD})
 _UP_TO_FIRST_STEP = frozenset({names.DECODE_RESERVE, names.TRANSFER_PULL, names.DECODE_QUEUE, names.DECODE_FIRST_STEP})
 
 
@@ -42,6 +47,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
 
     attempt: int
     started: float  # before routing
+    encoding: float = 0.0  # encode workers called
     called: float = 0.0
     first: float = 0.0  # arrival of the first tokens: of prefill, or of decode when it computed the prompt
     first_step: float = 0.0  # arrival of the first tokens that decode made after those
@@ -50,14 +56,17 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     blocked_seconds: float = 0.0  # waiting for the client
     prefill_worker: str = ""
     decode_worker: str = ""
+    encode_workers: list[str] = []
+    encode_hops: list[Hop] = []  # of the encode call that ended last
+    cached_images: int = 0
     hops: list[Hop] = []  # what the workers reported
     cached_tokens: int = 0
     transfer_bytes: int = 0
     transfer_channel: str = ""
 
     def add(self, hops: Iterable[types_pb2.HopTiming]) -> None:
-        """Hops reported by a worker; names that we do not know are left to `unattributed`."""
-        self.hops.extend(Hop(hop.name, wire.hop_seconds(hop), hop.where) for hop in hops if hop.name in _ORDER)
+        """Hops reported by a worker."""
+        self.hops.extend(known(hops))
 
     def arrived(self, now: float) -> None:
         """Tokens have come."""
@@ -66,6 +75,11 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
         elif not self.first_step:
             self.first_step = now
         self.last = now
+
+
+def known(hops: Iterable[types_pb2.HopTiming]) -> list[Hop]:
+    """Names that we do not know are left to `unattributed`."""
+    return [Hop(hop.name, wire.hop_seconds(hop), hop.where) for hop in hops if hop.name in _ORDER]
 
 
 class TimeLine(msgspec.Struct, kw_only=True):
@@ -86,7 +100,20 @@ def before_first_token(record: AttemptRecord) -> list[Hop]:
         if record.prefill_worker
         else Hop(names.DECODE_RPC, rest, record.decode_worker)
     )
-    return [Hop(names.GATEWAY_ROUTE, record.called - record.started, GATEWAY), *own, rpc]
+    return [*_before_call(record), *own, rpc]
+
+
+def _before_call(record: AttemptRecord) -> list[Hop]:
+    """Routing and, for images, the encode call that ended last."""
+    if not record.encoding:
+        return [Hop(names.GATEWAY_ROUTE, record.called - record.started, GATEWAY)]
+    rest = record.called - record.encoding - sum(hop.seconds for hop in record.encode_hops)
+    where = record.encode_hops[0].where if record.encode_hops else GATEWAY
+    return [
+        Hop(names.GATEWAY_ROUTE, record.encoding - record.started, GATEWAY),
+        *record.encode_hops,
+        Hop(names.ENCODE_RPC, rest, where),
+    ]
 
 
 def after_first_token(record: AttemptRecord) -> list[Hop]:
@@ -177,7 +204,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
     prefill_worker: str
     decode_worker: str
+    encode_workers: list[str]
     cached_tokens: int
+    cached_images: int
 
 
 def account(
@@ -210,7 +239,9 @@ def account(
         attempts=max((record.attempt for chain in chains for record in chain), default=0),
         prefill_worker=final.prefill_worker,
         decode_worker=final.decode_worker,
+        encode_workers=final.encode_workers,
         cached_tokens=first.cached_tokens if first else 0,
+        cached_images=first.cached_images if first else 0,
     )
 
 
@@ -227,4 +258,6 @@ def to_proto(account: Account, trace_id: str) -> generation_pb2.Accounting:
         slo_blame=account.verdict.blame,
         prefill_worker=account.prefill_worker,
         decode_worker=account.decode_worker,
+        encode_workers=account.encode_workers,
+        cached_images=account.cached_images,
     )

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import grpc
 
@@ -15,6 +16,7 @@ from epd.v1 import decode_pb2, prefill_pb2, types_pb2
 from services.gateway.accounting import AttemptRecord
 from services.gateway.call import CallFailed, WorkerCall
 from services.gateway.choice import Choice
+from services.gateway.encoding import places_only
 from services.gateway.outbox import Outbox
 from services.gateway.preprocess import Prepared
 from services.gateway.settings import GatewaySettings
@@ -40,6 +42,7 @@ class Attempt:
         *,
         prefill: Worker | None,
         decode: Worker | None,
+        embeddings: Sequence[types_pb2.EmbeddingRef] = (),
     ) -> None:
         self._request = request
         self._key = key
@@ -49,6 +52,7 @@ class Attempt:
         self._settings = settings
         self._prefill = prefill
         self._decode = decode
+        self._embeddings = embeddings
         self._ticket = secrets.token_bytes(16)
         # Those of prefill come before those of decode, whichever message is faster.
         self._first_tokens = asyncio.Event()
@@ -225,43 +229,38 @@ class Attempt:
         """Tokens of the one choice that is resumed; a leg of several starts from the prompt's end."""
         return next(iter(self._choices.values())).output_token_ids if len(self._choices) == 1 else []
 
-    def _prefill_request(self, worker: Worker) -> prefill_pb2.PrefillRequest:
+    def _fields(self, worker: Worker) -> dict[str, Any]:
+        """What every call to a worker says of the request."""
         request = self._request
+        return {
+            "key": self._key,
+            "target": worker.identity,
+            "model": request.model,
+            "prompt_token_ids": request.prompt,
+            "output_token_ids": self._output_token_ids(),
+            "sampling": request.sampling_proto,
+            "choices": list(self._choices),
+            "salt": request.salt,
+            "tenant": request.tenant,
+            "priority": request.priority,
+        }
+
+    def _prefill_request(self, worker: Worker) -> prefill_pb2.PrefillRequest:
         publication = None
         if self._decode is not None:
             publication = prefill_pb2.Publication(ticket=self._ticket, puller=self._decode.identity)
-        return prefill_pb2.PrefillRequest(
-            key=self._key,
-            target=worker.identity,
-            model=request.model,
-            prompt_token_ids=request.prompt,
-            output_token_ids=self._output_token_ids(),
-            sampling=request.sampling_proto,
-            choices=list(self._choices),
-            salt=request.salt,
-            tenant=request.tenant,
-            priority=request.priority,
-            publication=publication,
-        )
+        return prefill_pb2.PrefillRequest(**self._fields(worker), publication=publication, embeddings=self._embeddings)
 
     def _decode_request(self, worker: Worker, route: TokenRoute | None) -> decode_pb2.DecodeRequest:
-        request = self._request
-        source = None
+        source, embeddings = None, self._embeddings
         if self._prefill is not None:
             source = decode_pb2.KvSource(
                 owner=self._prefill.identity, address=self._prefill.record.address, ticket=self._ticket
             )
+            embeddings = [places_only(each) for each in embeddings]
         return decode_pb2.DecodeRequest(
-            key=self._key,
-            target=worker.identity,
-            model=request.model,
-            prompt_token_ids=request.prompt,
-            output_token_ids=self._output_token_ids(),
-            sampling=request.sampling_proto,
-            choices=list(self._choices),
-            salt=request.salt,
-            tenant=request.tenant,
-            priority=request.priority,
+            **self._fields(worker),
             source=source,
+            embeddings=embeddings,
             subscription=route.subscription if route is not None else None,
         )

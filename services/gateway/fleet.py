@@ -31,6 +31,7 @@ class Fleet:
         self._metrics = metrics
         self._connect = functools.partial(connect, tls=tls, keepalive_seconds=keepalive_seconds)
         self._changed = asyncio.Event()
+        self._load_changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, records: Mapping[str, WorkerRecord]) -> None:
@@ -47,7 +48,7 @@ class Fleet:
                 worker.record = record
         for worker_id, record in usable.items():
             if worker_id not in self._workers:
-                self._workers[worker_id] = Worker(record, self._notify, self._connect)
+                self._workers[worker_id] = Worker(record, self._notify, self.note_load, self._connect)
         self._notify()
 
     def get(self, worker_id: str) -> Worker | None:
@@ -94,6 +95,14 @@ class Fleet:
         """Returns at the next change of what is routable."""
         await self._changed.wait()
 
+    async def load_changed(self) -> None:
+        """Returns at the next change of what is routable, or of a worker's load."""
+        await self._load_changed.wait()
+
+    def note_load(self) -> None:
+        self._load_changed.set()
+        self._load_changed = asyncio.Event()
+
     async def close(self) -> None:
         self.update({})
         await asyncio.sleep(0)  # their first step, so that the end of their watches is not cut off
@@ -103,6 +112,7 @@ class Fleet:
             await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _notify(self) -> None:
+        self.note_load()
         self._changed.set()
         self._changed = asyncio.Event()
         counts: dict[tuple[str, str], int] = {}

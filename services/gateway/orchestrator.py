@@ -5,26 +5,29 @@ own (leg = 1 + choice), since their outputs differ by then; the tokens received 
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 
 from common import telemetry
 from common.errors import EpdError
-from common.policies.routing import Plan, Score, WorkerView, route
+from common.policies.routing import Plan, WorkerView
 from common.telemetry import Telemetry
 from epd.v1 import types_pb2
 from services.gateway.accounting import AttemptRecord
 from services.gateway.attempt import Attempt
 from services.gateway.call import CallFailed
 from services.gateway.choice import Choice
+from services.gateway.encoding import Encoding
 from services.gateway.fleet import Fleet, no_workers
 from services.gateway.outbox import Outbox
+from services.gateway.planning import Planner
 from services.gateway.preprocess import Prepared
 from services.gateway.settings import GatewaySettings
 from services.gateway.worker import Worker
 
 _LONGEST_BACKOFF_SECONDS = 1.0
-_SPAN_CANDIDATES = 16  # scores on a span
+_LONGEST_HINT_SECONDS = 5.0
 
 
 class Orchestrator:
@@ -34,6 +37,7 @@ class Orchestrator:
         self.fleet = fleet
         self.settings = settings
         self.telemetry = tel
+        self.planner = Planner(fleet, settings, tel)
 
     async def run(self, request: Prepared, choices: Sequence[Choice], outbox: Outbox) -> None:
         """Returns when every choice has ended. Raises the error that no further attempt could mend."""
@@ -90,33 +94,35 @@ class _Leg:
         record.decode_worker = plan.decode.worker_id if plan.decode else ""
         key = types_pb2.RequestKey(request_id=self._request.internal_id, leg=self._number, attempt=self._attempt)
         uncached = {(score.worker_id, score.role): score.uncached_tokens for score in plan.scores}
-        attempt = Attempt(
-            self._request,
-            key,
-            self._choices,
-            record,
-            self._outbox,
-            self._mesh.settings,
-            prefill=prefill,
-            decode=decode,
-        )
         computing = prefill or decode
         assert computing is not None
         tokens = uncached.get((computing.worker_id, "prefill" if prefill else "local"), 0)
-        with computing.charge(tokens, 0):
-            if decode is None:
-                await attempt.run()
-            else:
+        with contextlib.ExitStack() as charges:
+            charges.enter_context(computing.charge(tokens=tokens))
+            if decode is not None:
                 length = len(self._request.prompt) + self._output_tokens
-                with decode.charge(0, -(-length // decode.record.layout.block_size) + len(self._choices)):
-                    await attempt.run()
+                blocks = -(-length // decode.record.layout.block_size) + len(self._choices)
+                charges.enter_context(decode.charge(blocks=blocks))
+            encoding = Encoding(self._request, key, record, self._mesh, computing, self._exclude)
+            async with encoding.embeddings() as embeddings:
+                await Attempt(
+                    self._request,
+                    key,
+                    self._choices,
+                    record,
+                    self._outbox,
+                    self._mesh.settings,
+                    prefill=prefill,
+                    decode=decode,
+                    embeddings=embeddings,
+                ).run()
 
     @property
     def _output_tokens(self) -> int:
         return len(self._choices[0].output_token_ids) if len(self._choices) == 1 else 0
 
     async def _plan(self) -> Plan:
-        """Waits, bounded, for a routable worker. Raises NoWorkers."""
+        """Waits, bounded, for a routable worker and for room. Raises NoWorkers, Overloaded."""
         request, mesh = self._request, self._mesh
         attributes = {
             # The internal id, as the workers' spans have it: the trace can be found by either.
@@ -124,32 +130,20 @@ class _Leg:
             telemetry.LEG: self._number,
             telemetry.ATTEMPT: self._attempt,
         }
+        settings = mesh.settings
+        # Work done so far is worth a longer wait: the only worker of its role may be starting again.
+        seconds = settings.recovery_seconds if self._attempt > 1 else settings.route_wait_seconds
+        wanted = (
+            request.route_request(
+                output_tokens=self._output_tokens,
+                choices=len(self._choices),
+                exclude=exclude,
+                prefer_prefill=self._prefer_prefill,
+            )
+            for exclude in (self._exclude, frozenset[str]())
+        )
         with telemetry.start_span(telemetry.GATEWAY_ROUTE, attributes=attributes) as span:
-            settings = mesh.settings
-            # Work done so far is worth a longer wait: the only worker of its role may be starting again.
-            end = self._loop.time() + (settings.recovery_seconds if self._attempt > 1 else settings.route_wait_seconds)
-            while True:
-                workers = mesh.fleet.snapshot(request.model)
-                for exclude in (self._exclude, frozenset[str]()):
-                    wanted = request.route_request(
-                        output_tokens=self._output_tokens,
-                        choices=len(self._choices),
-                        exclude=exclude,
-                        prefer_prefill=self._prefer_prefill,
-                    )
-                    plan = route(workers, wanted, mesh.settings.routing)
-                    if plan is not None:
-                        span.set_attribute(telemetry.ROUTE_DECISION, f"{plan.kind} ({plan.reason})")
-                        span.set_attribute(
-                            telemetry.ROUTE_CANDIDATES, [_words(s) for s in plan.scores[:_SPAN_CANDIDATES]]
-                        )
-                        mesh.telemetry.metrics.decisions.labels(model=request.model, decision=plan.kind).inc()
-                        return plan
-                try:
-                    async with asyncio.timeout_at(end):
-                        await mesh.fleet.changed()
-                except TimeoutError:
-                    raise no_workers(request.model) from None
+            return await mesh.planner.plan(request.model, wanted, seconds, span)
 
     async def _after(self, failure: CallFailed) -> None:
         """Prepares the next attempt, or raises when there is none."""
@@ -166,6 +160,8 @@ class _Leg:
             self._prefer_prefill = record.prefill_worker
         self._mesh.telemetry.metrics.retries.labels(model=self._request.model, reason=error.reason).inc()
         backoff = min(_LONGEST_BACKOFF_SECONDS, settings.retry_backoff_seconds * 2 ** (self._attempt - 2))
+        # The worker's own hint counts where the next attempt may meet it again.
+        backoff = max(backoff, min(error.retry_after_seconds or 0.0, _LONGEST_HINT_SECONDS))
         attributes = {
             telemetry.ATTEMPT: self._attempt,
             telemetry.LEG: self._number,
@@ -197,10 +193,6 @@ class _Leg:
         except BaseExceptionGroup as failures:
             error = failures.exceptions[0]
             raise error if isinstance(error, EpdError) else failures from None
-
-
-def _words(score: Score) -> str:
-    return f"{score.role} {score.worker_id}: cost {score.cost:.0f}, uncached {score.uncached_tokens}"
 
 
 def _worker(fleet: Fleet, view: WorkerView | None) -> Worker | None:

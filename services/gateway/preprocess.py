@@ -18,6 +18,7 @@ from common.rpc import wire
 from common.sampling import MAX_CHOICES, SamplingParams
 from epd.v1 import generation_pb2, types_pb2
 from services.gateway.fleet import Fleet
+from services.gateway.media import MediaItem
 from services.gateway.worker import keys_id
 
 MAX_STOPS = 16
@@ -44,6 +45,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool
     stream_interval: int
     block_keys: Mapping[str, Sequence[bytes]]
+    media: tuple[MediaItem, ...] = ()  # in prompt order
 
     @property
     def single_token(self) -> bool:

@@ -26,6 +26,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     stall_seconds: float = 120.0  # without any message from a worker that has accepted
     route_wait_seconds: float = 5.0  # for a routable worker to turn up, for a new request
     recovery_seconds: float = 60.0  # likewise for one that has lost its worker: time to start it again
+    hold_seconds: float = 30.0  # for room at decode or encode workers while all are full; then refused with Overloaded
+    encode_hedge_seconds: float = 5.0  # until a slow encode worker's images go to another, too
     retry_backoff_seconds: float = 0.02  # before attempt 2; doubles, with jitter, up to a second
     drain_seconds: float = 30.0
     tokenizer_threads: int = 2

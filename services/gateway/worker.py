@@ -9,9 +9,19 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from common.cache.keys import INDEX_KEY_BYTES, KvLayout
-from common.policies.routing import DECODE, WorkerView
+from common.policies.encoding import ENCODE, EncoderView
+from common.policies.routing import DECODE, PREFILL, WorkerView
 from common.registry.record import WorkerRecord
-from epd.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, trace_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from epd.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    encode_pb2_grpc,
+    prefill_pb2_grpc,
+    trace_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from services.gateway.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
@@ -30,10 +40,10 @@ def keys_id(layout: KvLayout) -> str:
 class Charge:
     """Work that was sent to a worker and is perhaps not in its reported load yet."""
 
-    __slots__ = ("blocks", "report", "tokens")
+    __slots__ = ("blocks", "report", "rows", "tokens")
 
-    def __init__(self, report: int, tokens: int, blocks: int) -> None:
-        self.report, self.tokens, self.blocks = report, tokens, blocks
+    def __init__(self, report: int, tokens: int, blocks: int, rows: int) -> None:
+        self.report, self.tokens, self.blocks, self.rows = report, tokens, blocks, rows
 
 
 class Worker:
@@ -42,7 +52,11 @@ class Worker:
     """
 
     def __init__(
-        self, record: WorkerRecord, changed: Callable[[], None], connect: Callable[[str], grpc.aio.Channel]
+        self,
+        record: WorkerRecord,
+        changed: Callable[[], None],
+        loaded: Callable[[], None],
+        connect: Callable[[str], grpc.aio.Channel],
     ) -> None:
         self.record = record
         self.identity = types_pb2.WorkerIdentity(worker_id=record.worker_id, incarnation=record.incarnation)
@@ -54,7 +68,7 @@ class Worker:
         self.cached: set[bytes] = set()
         self.sequence = 0  # of the last block event applied
         self._in_snapshot = False
-        self._changed = changed
+        self._changed, self._loaded = changed, loaded
         self._charges: set[Charge] = set()
         self._attempts = 0  # that use the channel now
         self._unused = asyncio.Event()
@@ -63,6 +77,7 @@ class Worker:
         self._silences = 0
         self.heard_at = 0.0  # when the watch last told something; a working engine's load changes all the time
         self._channel = connect(record.address)
+        self.encode = encode_pb2_grpc.EncodeServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self.trace = trace_pb2_grpc.TraceServiceStub(self._channel)
@@ -94,13 +109,41 @@ class Worker:
             max_context=record.max_context,
             pending_prefill_tokens=self.load.pending_prefill_tokens + sum(c.tokens for c in self._charges),
             active_blocks=self.load.active_blocks + sum(c.blocks for c in self._charges),
+            free_blocks=self._free_blocks(),
             cached=self.cached,
         )
 
+    def encoder_view(self) -> EncoderView:
+        return EncoderView(
+            worker_id=self.worker_id,
+            total_rows=self.record.embedding_rows,
+            pending_rows=self.load.pending_rows + sum(c.rows for c in self._charges),
+            cached=self.cached,
+        )
+
+    def encodes_for(self, other: "Worker") -> bool:
+        """Whether its embeddings are what the other worker's prompts need."""
+        mine, theirs = self.record.embedding_layout, other.record.layout
+        return (
+            self.routable
+            and ENCODE in self.record.roles
+            and mine is not None
+            and (mine.model, mine.revision, mine.dtype) == (theirs.model, theirs.revision, theirs.dtype)
+        )
+
+    def _free_blocks(self) -> int | None:
+        load = self.load
+        if not load.total_blocks:
+            return None
+        if load.waiting and PREFILL not in self.record.roles:
+            return 0  # reservations queue there already
+        return max(0, load.free_blocks + load.cached_blocks - sum(c.blocks for c in self._charges))
+
     @contextlib.contextmanager
-    def charge(self, tokens: int, blocks: int) -> Iterator[None]:
-        """Counts prefill tokens and decode blocks here until the worker's reports surely include them, or the end."""
-        charge = Charge(self._reports, tokens, blocks)
+    def charge(self, tokens: int = 0, blocks: int = 0, rows: int = 0) -> Iterator[None]:
+        """Counts prefill tokens, decode blocks and rows to encode here until the worker's reports surely include them,
+        or the end."""
+        charge = Charge(self._reports, tokens, blocks, rows)
         self._charges.add(charge)
         self._attempts += 1
         self._unused.clear()
@@ -223,6 +266,7 @@ class Worker:
         self.load = load
         if changed:
             self._changed()
+        self._loaded()
 
     def _on_blocks(self, blocks: worker_pb2.BlockEvents) -> bool:
         if blocks.snapshot_start:
