@@ -1,6 +1,7 @@
 """From an image file to the RGB picture that an image processor takes. For encode workers: this decodes.
 
-The one conversion, whatever the file is (CONVERSION_VERSION of common/models/vision/spec.py, a part of media keys, changes with it):
+The one conversion, whatever the file is. When it changes, so must CONVERSION_VERSION in common/models/vision/spec.py, a
+part of media keys.
 
 1. The first frame of an animation or of several pages; the image itself where a preview comes with it.
 2. To 8-bit RGB. Transparent pixels (an alpha channel, a transparent palette entry or colour) are composed on white.
