@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from common import telemetry
-from common.cache.keys import KvLayout
-from common.errors import EpdError, WrongIncarnation
+from common.cache.keys import EmbeddingLayout, KvLayout
+from common.errors import EmbeddingMissing, EpdError, WrongIncarnation
 from common.registry.record import WorkerRecord
 from common.rpc import wire
 from common.rpc.server import make_server
@@ -20,6 +20,8 @@ from common.transfer.key import TransferKey
 from epd.v1 import (
     decode_pb2,
     decode_pb2_grpc,
+    encode_pb2,
+    encode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     trace_pb2_grpc,
@@ -31,6 +33,7 @@ from epd.v1 import (
 MODEL = "fake"
 EOS = 256  # of the byte tokenizer in tests/tokenizers.py
 LAYOUT = KvLayout(model=MODEL, revision="r1", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=16)
+EMBEDDINGS = EmbeddingLayout(model=MODEL, revision="r1", dtype="float32", levels=1, hidden_size=8)
 # (choice, position in the output) -> token id
 Script = Callable[[int, int], int]
 
@@ -57,6 +60,7 @@ class Network:
 
 
 class FakeWorker(
+    encode_pb2_grpc.EncodeServiceServicer,
     prefill_pb2_grpc.PrefillServiceServicer,
     decode_pb2_grpc.DecodeServiceServicer,
     worker_pb2_grpc.WorkerServiceServicer,
@@ -94,6 +98,10 @@ class FakeWorker(
         self.prefill_gate.set()
         self.decode_gate = asyncio.Event()  # cleared: decode stands still before its next token
         self.decode_gate.set()
+        self.encode_gate = asyncio.Event()  # cleared: images are accepted and never ready
+        self.encode_gate.set()
+        self.encode_errors: list[EpdError] = []  # one for each call to come
+        self.encoded: set[bytes] = set()  # media keys
         self.prefill_errors: list[EpdError] = []  # one for each call to come
         self.decode_errors: list[tuple[int, EpdError]] = []  # (after so many tokens a choice, error), one a call
         self.cached_tokens = 0
@@ -114,6 +122,8 @@ class FakeWorker(
             vocab_size=300,
             num_blocks=num_blocks,
             executor="fake",
+            embedding_layout=EMBEDDINGS if "encode" in roles else None,
+            embedding_rows=1024 if "encode" in roles else 0,
         )
         self.record = self.template
 
@@ -122,6 +132,7 @@ class FakeWorker(
         for add, name in (
             (prefill_pb2_grpc.add_PrefillServiceServicer_to_server, "epd.v1.PrefillService"),
             (decode_pb2_grpc.add_DecodeServiceServicer_to_server, "epd.v1.DecodeService"),
+            (encode_pb2_grpc.add_EncodeServiceServicer_to_server, "epd.v1.EncodeService"),
             (worker_pb2_grpc.add_WorkerServiceServicer_to_server, "epd.v1.WorkerService"),
         ):
             self._server.add(add, self, name)
@@ -164,6 +175,23 @@ class FakeWorker(
             async with self.changed:
                 while self._state() == known:
                     await self.changed.wait()
+
+    async def Encode(
+        self, request: encode_pb2.EncodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[encode_pb2.EncodeResponse]:
+        async with self._call("encode", request):
+            if self.encode_errors:
+                raise self.encode_errors.pop(0)
+            missing = [image for image in request.images if not image.data and image.media_key not in self.encoded]
+            if missing:
+                raise EmbeddingMissing("not here")
+            cached = sum(image.media_key in self.encoded for image in request.images)
+            yield encode_pb2.EncodeResponse(accepted=encode_pb2.EncodeAccepted())
+            await self.encode_gate.wait()
+            self.encoded |= {image.media_key for image in request.images}
+            finished = encode_pb2.EncodeFinished(cached_images=cached, hops=self._hops("encode"))
+            yield encode_pb2.EncodeResponse(finished=finished)
+            await asyncio.Event().wait()  # the lease: until the gateway lets go
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext

@@ -29,6 +29,10 @@ class Planner:
         self._telemetry = tel
         self._held: defaultdict[str, deque[object]] = defaultdict(deque)  # by model
 
+    def held(self, model: str) -> int:
+        """Requests that wait for room."""
+        return len(self._held[model])
+
     async def plan(self, model: str, wanted: Iterable[RouteRequest], wait_seconds: float, span: Span) -> Plan:
         """wanted: what to ask the policy for, the next only when the one before has no answer. wait_seconds: for a
         worker to turn up. Raises NoWorkers, and Overloaded when there was no room for too long."""

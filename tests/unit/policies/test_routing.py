@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.cache.keys import block_keys, root_key
-from common.policies.routing import RouteRequest, RoutingPolicy, WorkerView, blocks_needed, cached_tokens, route
+from common.policies.routing import Hold, RouteRequest, RoutingPolicy, WorkerView, blocks_needed, cached_tokens, route
 
 POLICY = RoutingPolicy()
 KEYS = block_keys(root_key("m", "r"), range(1024), 16)
@@ -252,3 +252,21 @@ def test_no_candidate_is_clearly_cheaper(workers: list[WorkerView], request: Rou
         if ("prefill", p.worker_id) in by and ("decode", d.worker_id) in by and p.compat_id == d.compat_id
     ]
     assert chosen <= min(pairs) + 4 * POLICY.tie_tokens
+
+
+def test_a_full_decode_worker_is_not_chosen() -> None:
+    # 1024 tokens are 64 blocks, and one for the choice.
+    workers = [view("p0"), view("d0", "d", free_blocks=64), view("d1", "d", active_blocks=500, free_blocks=65)]
+    assert route(workers, ask(), POLICY).decode.worker_id == "d1"
+    # What it has cached needs no room.
+    workers[1] = view("d0", "d", free_blocks=34, cached=cached(31))
+    assert route(workers, ask(), POLICY).decode.worker_id == "d0"
+
+
+def test_hold_while_every_decode_worker_is_full() -> None:
+    full = [view("p0"), view("d0", "d", free_blocks=0)]
+    assert route(full, ask(), POLICY) == Hold()
+    # Nothing to wait for: no pair, or one worker does it all and queues by itself.
+    assert route(full[1:], ask(), POLICY) is None
+    assert route([*full, view("b0", "pd", free_blocks=0)], ask(), POLICY).reason == "local-only"
+    assert route(full, ask(single_token=True), POLICY).kind == "prefill-only"
