@@ -1,5 +1,6 @@
 """Frames between a service and its engine: a length, then a msgpack array of commands or events."""
 
+import socket
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
@@ -24,13 +25,31 @@ class Launch(msgspec.Struct, frozen=True):
     layout: KvLayout
 
     def encode(self) -> bytes:
-        body = msgspec.json.encode(self)
-        return _LENGTH.pack(len(body)) + body
+        return frame(msgspec.json.encode(self))
 
 
-def encode(messages: Sequence[AnyCommand] | Sequence[AnyEvent]) -> bytes:
-    body = _encoder.encode(messages)
+def frame(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
+
+
+def read_frame(sock: socket.socket) -> bytes:
+    """One whole frame's body, blocking. Raises SystemExit when the other side is gone: there is nothing to do then."""
+    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return _exactly(sock, length)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            raise SystemExit("the service is gone")
+        data += part
+    return data
+
+
+def encode(messages: Sequence[msgspec.Struct]) -> bytes:
+    return frame(_encoder.encode(messages))
 
 
 class FrameReader(Generic[T]):

@@ -1,0 +1,30 @@
+"""An encoder as a process: `python -m common.encoder SOCKET_FD POOL_FD`.
+
+Settings and layout come as the socket's first frame.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from common.encoder.loop import run_encoder
+from common.encoder.wire import Launch
+from common.engine.wire import read_frame
+from common.transfer.pool_memory import PoolMemory
+
+
+def main() -> None:
+    logging.basicConfig(level=os.environ.get("EPD_LOG_LEVEL", "INFO").upper())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which drains and then ends us
+    socket_fd, pool_fd = map(int, sys.argv[1:])
+    sock = socket.socket(fileno=socket_fd)
+    launch = msgspec.json.decode(read_frame(sock), type=Launch)
+    run_encoder(sock, PoolMemory.attach(pool_fd, writable=True), launch)
+
+
+if __name__ == "__main__":
+    main()
