@@ -14,6 +14,18 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.vlm_checkpoints import VLM_ARCHITECTURES, VLM_CHECKPOINTS, vlm_checkpoint
+
+__all__ = (
+    "ARCHITECTURES",
+    "SLIDING_WINDOW",
+    "VLM_ARCHITECTURES",
+    "VLM_CHECKPOINTS",
+    "tiny_checkpoint",
+    "tiny_config",
+    "vlm_checkpoint",
+)
+
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 SLIDING_WINDOW = 40  # tokens, for mistral and gemma3: prompts beyond it are short enough for a unit test
 

@@ -1,12 +1,22 @@
 """transformers' own `generate` as the reference: fp32, greedy, unpadded, batch of one, near ties refused."""
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+import transformers
+from PIL import Image
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 MIN_GAP = 1e-3  # between the best and the second logit at every step; below it, rounding could choose
 
@@ -61,8 +71,114 @@ def generate(
         processors.append(OutputPenalties(len(prompt), presence_penalty, frequency_penalty))
     with torch.inference_mode():
         out = model.generate(torch.tensor([list(prompt)]), generation_config=config, logits_processor=processors)
+    return _clear_tokens(out, len(prompt))
+
+
+def _clear_tokens(out: Any, prompt_length: int) -> list[int]:
     for scores in out.scores:
         best = scores[0].topk(2).values
         if best[0] - best[1] < MIN_GAP:
             raise NearTie
-    return out.sequences[0, len(prompt) :].tolist()
+    tokens: list[int] = out.sequences[0, prompt_length:].tolist()
+    return tokens
+
+
+def generate_with_images(
+    checkpoint: Path, prompt: str | Sequence[int], images: Sequence[Image.Image], max_tokens: int
+) -> list[int]:
+    """Greedy tokens of the whole stock model with its own image processing; never ends early. Raises NearTie.
+
+    prompt: text with one marker an image, as a chat template renders it (no special tokens are added), or token ids in
+    which the images are expanded already. images: RGB.
+    """
+    ids = torch.tensor([expanded_ids(checkpoint, prompt, images) if isinstance(prompt, str) else list(prompt)])
+    model = reference_vlm(checkpoint)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if images:
+        stock = image_inputs(checkpoint, images)
+        inputs |= {name: stock[name] for name in _MODEL_INPUTS if name in stock}
+    kinds = (ids == model.config.image_token_id).long()
+    if model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = kinds
+    elif "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = kinds
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    model.generation_config = config
+    with torch.inference_mode():
+        return _clear_tokens(model.generate(**inputs, generation_config=config), ids.shape[1])
+
+
+_MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+
+
+@cache
+def reference_vlm(checkpoint: Path) -> Any:
+    kind = getattr(transformers, _architecture(checkpoint))
+    return kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def image_inputs(checkpoint: Path, images: Sequence[Image.Image]) -> Any:
+    """What the checkpoint's image processor (its Pillow form) makes of them, called as its Processor calls it."""
+    _, processor, options = _processing(checkpoint)
+    return processor(list(images), return_tensors="pt", **options)
+
+
+def image_texts(checkpoint: Path, images: Sequence[Image.Image]) -> list[str]:
+    """What the stock Processor puts into the text for each image: its own method over its own attributes.
+
+    Not over a whole Processor, because Qwen's and InternVL's need torchvision for videos.
+    """
+    kind, processor, options = _processing(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    fields = json.loads((checkpoint / "processor_config.json").read_bytes())
+    fields.pop("processor_class", None)
+    if kind.__name__ in ("LlavaProcessor", "Idefics3Processor", "Gemma3Processor"):
+        whole = kind(processor, tokenizer, **fields)
+    elif kind.__name__ == "InternVLProcessor":
+        whole = SimpleNamespace(
+            image_token=tokenizer.context_image_token,
+            start_image_token=tokenizer.start_image_token,
+            end_image_token=tokenizer.end_image_token,
+            **fields,
+        )
+    else:
+        whole = SimpleNamespace(image_token="<|image_pad|>", image_processor=processor)
+    inputs = processor(list(images), return_tensors="np", **options)
+    return [kind.replace_image_token(whole, inputs, number) for number in range(len(images))]
+
+
+def expanded_ids(checkpoint: Path, text: str, images: Sequence[Image.Image]) -> list[int]:
+    """Token ids of a rendered text with its images' tokens, put in by the stock Processor's method."""
+    kind, _, _ = _processing(checkpoint)
+    marker = {
+        "InternVLProcessor": "<IMG_CONTEXT>",
+        "Gemma3Processor": "<start_of_image>",
+        "LlavaProcessor": "<image>",
+        "Idefics3Processor": "<image>",
+    }.get(kind.__name__, "<|image_pad|>")
+    first, *rest = text.split(marker)
+    pieces = zip(image_texts(checkpoint, images) if images else [], rest, strict=True)
+    text = first + "".join(image + piece for image, piece in pieces)
+    ids: list[int] = AutoTokenizer.from_pretrained(checkpoint)(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@cache
+def _processing(checkpoint: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """The Processor's class, the image processor, and what the former tells the latter."""
+    kind = getattr(transformers, _architecture(checkpoint).replace("ForConditionalGeneration", "Processor"))
+    name = json.loads((checkpoint / "preprocessor_config.json").read_bytes())["image_processor_type"]
+    processor = getattr(transformers, f"{name}Pil").from_pretrained(checkpoint)
+    return kind, processor, dict(getattr(kind, "images_kwargs", None) or {})
+
+
+def _architecture(checkpoint: Path) -> str:
+    name: str = json.loads((checkpoint / "config.json").read_bytes())["architectures"][0]
+    return name

@@ -1,5 +1,6 @@
 """A small byte-level tokenizer with a chat template, saved as Hugging Face files."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,18 +18,36 @@ _CORPUS = (
 )
 
 
-def save_tokenizer(directory: Path, vocab_size: int = 512) -> Path:
-    """Writes tokenizer.json, tokenizer_config.json and the chat template; every id below 261 decodes to something."""
+def save_tokenizer(
+    directory: Path,
+    vocab_size: int = 512,
+    *,
+    special: Sequence[str] = (),
+    named: Mapping[str, str] | None = None,
+    template: str = CHAT_TEMPLATE,
+) -> Path:
+    """Writes tokenizer.json, tokenizer_config.json and the chat template; every id below 261 decodes to something.
+
+    special: further special tokens, from id 5 on. named: some of them by the names that processors look for.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL, *special],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=template,
+        **({"extra_special_tokens": dict(named)} if named else {}),
     )
     fast.save_pretrained(directory)
     return directory

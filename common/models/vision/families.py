@@ -45,10 +45,17 @@ class Llava:
         if extra is None:  # of the towers that LLaVA is built with only SigLIP's has no class token
             extra = 0 if str(files.vision.get("model_type", "")).startswith("siglip") else 1
         self._extra = int(extra) - (1 if strategy != "full" else 0)
-        self._size, self._crop = files.image.get("size"), files.image.get("crop_size")
-        self._resizes, self._pads = files.flag("do_resize"), files.flag("do_pad", False)
-        kind = str(files.image.get("image_processor_type", "CLIP"))
-        self._crops = files.flag("do_center_crop", not kind.startswith(("Siglip", "ViT")))
+        siglip = files.image_processor == "Siglip"
+        self._crop = sides(files.image.get("crop_size") or 224, "crop_size")
+        self._crops = files.flag("do_center_crop", not siglip)
+        self._resizes = files.flag("do_resize")
+        self._pads = files.image_processor == "Llava" and files.flag("do_pad", False)
+        size = files.image.get("size") or ({"height": 224, "width": 224} if siglip else {"shortest_edge": 224})
+        edge = size if isinstance(size, int) else size.get("shortest_edge")
+        self._shortest = None if edge is None else positive(edge, "size", 0)
+        self._fixed = sides(size, "size") if edge is None else (0, 0)
+        if not self._crops and isinstance(size, dict) and "longest_edge" in size:
+            raise InvalidArgument("image processor: size with longest_edge needs do_center_crop", field="model_dir")
 
     def rows(self, width: int, height: int) -> int:
         tall, wide = self._processed(width, height)
@@ -63,20 +70,15 @@ class Llava:
     def _processed(self, width: int, height: int) -> tuple[int, int]:
         """(height, width) in pixels of what the tower sees."""
         if self._crops:
-            return sides(self._crop or 224, "crop_size")
+            return self._crop
         if self._pads:
             width = height = max(width, height)
-        size = {"shortest_edge": self._size} if isinstance(self._size, int) else self._size or {"shortest_edge": 224}
         if not self._resizes:
             return height, width
-        if "shortest_edge" not in size:
-            return sides(size, "size")
-        short = positive(size["shortest_edge"], "size", 0)
-        long = int(short * max(width, height) / min(width, height))
-        limit = size.get("longest_edge")
-        if limit is not None and long > limit:
-            short, long = int(limit * short / long), limit
-        return (short, long) if height <= width else (long, short)
+        if self._shortest is None:
+            return self._fixed
+        longest = int(self._shortest * max(width, height) / min(width, height))
+        return (self._shortest, longest) if height <= width else (longest, self._shortest)
 
 
 class Qwen:

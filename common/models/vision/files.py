@@ -1,6 +1,7 @@
 """The files of a checkpoint that say how its pictures are processed, in the layouts of transformers 4 and 5."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,29 @@ from common.errors import InvalidArgument, ModelNotFound
 from common.models.text_config import VISION_ARCHITECTURES
 
 # Fields that say who wrote a file or only matter to another caller: two files that differ in them process alike.
-_IDLE = ("processor_class", "return_tensors", "data_format", "input_data_format", "device", "return_row_col_info")
+_IDLE = (
+    *("auto_map", "processor_class", "return_tensors", "data_format", "input_data_format", "device"),
+    "return_row_col_info",
+)
+
+# Image processors by architecture, the one that transformers takes for want of a name first.
+_IMAGE_PROCESSORS = {
+    "LlavaForConditionalGeneration": ("Llava", "CLIP", "Siglip", "Bit"),
+    "Qwen2VLForConditionalGeneration": ("Qwen2VL",),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2VL",),
+    "Qwen3VLForConditionalGeneration": ("Qwen2VL",),
+    "Idefics3ForConditionalGeneration": ("Idefics3",),
+    "InternVLForConditionalGeneration": ("GotOcr2",),
+    "Gemma3ForConditionalGeneration": ("Gemma3",),
+}
 
 
 class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
     """config: config.json. image: fields of the image processor. processor: fields of the processor around it.
-    tokenizer: tokenizer_config.json."""
+    tokenizer: tokenizer_config.json. image_processor: its kind, such as CLIP."""
 
     architecture: str
+    image_processor: str
     config: dict[str, Any]
     image: dict[str, Any]
     processor: dict[str, Any]
@@ -68,12 +84,11 @@ def read_files(model_dir: str | Path) -> VisionFiles | None:
         )
     return VisionFiles(
         architecture=architecture,
+        image_processor=_kind(image, architecture),
         config=config,
         image={name: value for name, value in image.items() if name not in _IDLE},
         processor={
-            name: value
-            for name, value in processor.items()
-            if name not in _IDLE and not isinstance(value, dict) and name != "auto_map"
+            name: value for name, value in processor.items() if name not in _IDLE and not isinstance(value, dict)
         },
         tokenizer=_read(root / "tokenizer_config.json") or {},
     )
@@ -97,6 +112,20 @@ def sides(value: object, name: str) -> tuple[int, int]:
     if isinstance(value, int):
         return positive(value, name, 0), positive(value, name, 0)
     raise InvalidArgument(f"image processor: {name} must name height and width", field="model_dir")
+
+
+def _kind(image: Mapping[str, Any], architecture: str) -> str:
+    """CLIP for CLIPImageProcessor, CLIPImageProcessorFast and the older CLIPFeatureExtractor."""
+    known = _IMAGE_PROCESSORS[architecture]
+    name = str(image.get("image_processor_type") or image.get("feature_extractor_type") or known[0])
+    kind = re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name)
+    if kind not in known:
+        raise InvalidArgument(
+            f"image processor {name} is not supported for {architecture}; supported are "
+            + ", ".join(f"{each}ImageProcessor" for each in known),
+            field="model_dir",
+        )
+    return kind
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -68,8 +68,11 @@ class VisionSpec:
         return cls(files, revision or checkpoint_revision(Path(model_dir)))
 
     def rows(self, size: Size) -> int:
-        """Rows of the embedding, and image tokens, of a picture."""
-        return self._family.rows(*size)
+        """Rows of the embedding, and image tokens, of a picture. Raises InvalidArgument for one that has none."""
+        rows = self._family.rows(*size)
+        if rows < 1:
+            raise InvalidArgument(f"an image of {size[0]} × {size[1]} pixels is too small", field="messages")
+        return rows
 
     def expand_text(self, text: str, sizes: Sequence[Size], *, field: str = "messages") -> str:
         """Replaces each marker by what stands for its image. Raises InvalidArgument unless both are as many."""

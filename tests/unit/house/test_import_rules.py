@@ -23,6 +23,8 @@ TORCH_FILES = {
     "common/engine/paged_attention.py",
     "common/engine/sampler.py",
     "common/models/gguf_convert.py",
+    "common/models/vision/partial.py",
+    "common/models/vision/tower.py",
 }
 # Policies are pure: they decide over snapshots on a clock that they are given.
 IMPURE = {
