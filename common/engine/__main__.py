@@ -1,6 +1,6 @@
-"""An engine as a process: `python -m common.engine SOCKET_FD POOL_FD DOORBELL_FD`.
+"""An engine as a process: `python -m common.engine SOCKET_FD DOORBELL_FD POOL_FD [EMBEDDINGS_FD]`.
 
-Settings and layout come as the socket's first frame.
+Settings and layouts come as the socket's first frame.
 """
 
 import logging
@@ -20,12 +20,13 @@ from common.transfer.pool_memory import PoolMemory
 def main() -> None:
     logging.basicConfig(level=os.environ.get("EPD_LOG_LEVEL", "INFO").upper())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which drains and then ends us
-    socket_fd, pool_fd, doorbell = map(int, sys.argv[1:4])
+    socket_fd, doorbell, pool_fd, *embeddings_fd = map(int, sys.argv[1:])
     sock = socket.socket(fileno=socket_fd)
     (length,) = struct.unpack("<I", _exactly(sock, 4))
     launch = msgspec.json.decode(_exactly(sock, length), type=Launch)
     memory = PoolMemory.attach(pool_fd, writable=True)
-    run_engine(sock, memory, doorbell, launch.settings, launch.layout)
+    embeddings = PoolMemory.attach(embeddings_fd[0]) if embeddings_fd else None
+    run_engine(sock, doorbell, launch, memory, embeddings)
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:

@@ -3,8 +3,8 @@
 import common.engine.messages as msg
 from common.cache.keys import token_hash
 from common.engine.block_pool import BlockPool
-from common.engine.executor import Row
-from common.engine.sequence import Sequence
+from common.engine.executor import Row, Sampled
+from common.engine.sequence import Choice, Limits, Sequence
 from common.errors import EpdError
 from common.sampling import ChoiceTokens
 
@@ -34,6 +34,19 @@ def started(sequence: Sequence, pool: BlockPool) -> msg.Started:
 def chunk(row: Row, step: int) -> msg.Chunk:
     return msg.Chunk(
         seq=row.choice.sequence.seq, step=step, start=row.start, end=row.end, last=row.end == row.choice.length
+    )
+
+
+def token(choice: Choice, sampled: Sampled, limits: Limits) -> ChoiceTokens:
+    """Gives a choice its next token and says so."""
+    reason, stop = choice.append(sampled.token_id, limits)
+    choice.finished = reason is not None
+    return ChoiceTokens(
+        choice=choice.index,
+        token_ids=[sampled.token_id],
+        logprobs=None if sampled.logprob is None else [sampled.logprob],
+        finish_reason=reason,
+        stop_token_id=stop,
     )
 
 

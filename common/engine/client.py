@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from common.cache.keys import KvLayout
+from common.cache.keys import EmbeddingLayout, KvLayout
 from common.engine.messages import AnyCommand, AnyEvent, Blocks, Inspected, LoadReport, Ready, Reserve, Submit
 from common.transfer.pool_memory import PoolMemory
 
@@ -25,12 +25,18 @@ class Engine(Protocol):
     ready: Ready
     layout: KvLayout
     pool: PoolMemory  # mapped writable: the service's puller fills reserved blocks
+    embedding_layout: EmbeddingLayout | None  # None: the model takes no images
+    embeddings: PoolMemory | None  # None: prompts with images are not computed here. The service allocates and fills it
     load: LoadReport
 
     def open(self, command: Submit | Reserve) -> EngineStream: ...
 
     def send(self, command: AnyCommand) -> None:
         """For sequences opened before, and for Cancel of any id. Never blocks."""
+
+    async def embeddings_freed(self, seq: str) -> None:
+        """Returns once the engine reads the media blocks of this submission no more, whether it was computed, failed or
+        was cancelled, or the engine is gone. At once for one that has none. Cancelling the wait changes nothing."""
 
     async def wait_progress(self, step: int, layers: int) -> None:
         """Returns once the pool's progress counter has reached (step, layers), or a later step."""

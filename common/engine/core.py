@@ -9,8 +9,9 @@ from common.engine import answers, report
 from common.engine.block_pool import BlockPool
 from common.engine.executor import Batch, Executor, Sampled
 from common.engine.kv_manager import KvManager
+from common.engine.prompt_media import read_media
 from common.engine.scheduler import Scheduler
-from common.engine.sequence import Choice, Limits, Sequence, State, Timings
+from common.engine.sequence import Limits, Sequence, State, Timings
 from common.engine.settings import EngineSettings
 from common.errors import Draining, DuplicateRequest, EngineFailed, EpdError
 from common.sampling import ChoiceTokens
@@ -69,7 +70,8 @@ class EngineCore:
                 self._release(seq)
             case msg.Cancel(seq=seq):
                 if seq in self.sequences:
-                    self.scheduler.drop(self.sequences.pop(seq))
+                    self.scheduler.drop(self.sequences[seq])
+                    self._forget(self.sequences[seq])
             case msg.Finish(seq=seq, choices=choices):
                 self._finish(seq, choices)
             case msg.Inspect(number=number):
@@ -80,40 +82,27 @@ class EngineCore:
                 pass  # the loop's
 
     def _open(self, command: msg.Submit | msg.Reserve) -> None:
+        if command.seq in self.sequences:
+            # Answered by name, but the first one with it lives on: its stream must not see this, nor its embeddings be
+            # freed.
+            self._emit(answers.failed(command.seq, DuplicateRequest("the engine has this sequence already")))
+            return
+        submit = isinstance(command, msg.Submit)
+        self._arrivals += 1
+        root = root_key(*self._root, salt=command.salt)
+        sequence = Sequence.of(command, root, self._arrivals, self._clock())
+        sequence.reads_embeddings = submit and bool(command.media)
         try:
-            if command.seq in self.sequences:
-                # Answered by name, but the first one with it lives on: its stream must not see this.
-                raise DuplicateRequest("the engine has this sequence already")
             if self._draining:
                 raise Draining("the engine takes no new work")
-            sequence = self._sequence(command)
             self.limits.check(sequence)
+            sequence.media = read_media(self._executor.images, command.prompt, command.media, compute=submit)
             self.scheduler.enqueue(sequence)
         except EpdError as error:
             self._emit(answers.failed(command.seq, error))
+            self._free_embeddings(sequence)
             return
         self.sequences[command.seq] = sequence
-
-    def _sequence(self, command: msg.Submit | msg.Reserve) -> Sequence:
-        submit = isinstance(command, msg.Submit)
-        self._arrivals += 1
-        sequence = Sequence(
-            seq=command.seq,
-            prompt=list(command.prompt),
-            choices=[],
-            sampling=command.sampling,
-            root=root_key(*self._root, salt=command.salt),
-            priority=command.priority,
-            arrival=self._arrivals,
-            given=len(command.output),
-            publish=isinstance(command, msg.Submit) and command.publish,
-            leased=isinstance(command, msg.Submit) and command.publish,
-            decode=not isinstance(command, msg.Submit) or command.decode,
-            state=State.WAITING if submit else State.RESERVING,
-            timings=Timings(arrived=self._clock()),
-        )
-        sequence.choices = [Choice(sequence, index, list(command.output)) for index in command.choices]
-        return sequence
 
     def _commit(self, seq: str, first: list[ChoiceTokens]) -> None:
         sequence = self.sequences.get(seq)
@@ -177,7 +166,7 @@ class EngineCore:
     def _announce(self, batch: Batch) -> None:
         scheduler = self.scheduler
         for sequence, error in scheduler.failed:
-            self.sequences.pop(sequence.seq, None)
+            self._forget(sequence)
             self._emit(answers.failed(sequence.seq, error))
         for sequence in scheduler.newly_reserved:
             self._emit(answers.reserved(sequence, self.pool))
@@ -208,9 +197,10 @@ class EngineCore:
             if not row.samples:
                 continue
             first = not sequence.forked
-            new = [self._take(choice, token) for choice, token in zip(row.samples, tokens, strict=True)]
-            self._time(sequence, begin, now, prefill=first)
+            new = [answers.token(choice, token, self.limits) for choice, token in zip(row.samples, tokens, strict=True)]
+            sequence.timings.note_step(begin, now, prefill=first)
             row.choice.prefilling = False
+            self._free_embeddings(sequence)
             if first and not sequence.decode:
                 prefilled.append((sequence, new))
                 continue
@@ -230,30 +220,6 @@ class EngineCore:
         for sequence in ended:
             self._end_if_finished(sequence)
 
-    def _take(self, choice: Choice, sampled: Sampled) -> ChoiceTokens:
-        reason, stop = choice.append(sampled.token_id, self.limits)
-        choice.finished = reason is not None
-        return ChoiceTokens(
-            choice=choice.index,
-            token_ids=[sampled.token_id],
-            logprobs=None if sampled.logprob is None else [sampled.logprob],
-            finish_reason=reason,
-            stop_token_id=stop,
-        )
-
-    def _time(self, sequence: Sequence, begin: float, now: float, *, prefill: bool) -> None:
-        timings = sequence.timings
-        timings.last_token = now
-        if prefill:
-            timings.prefilled = now
-        elif not timings.first_step_end:
-            # After a commit the wait for this step counts as queueing; after a local prefill as the step's own time.
-            committed = not timings.prefilled
-            if committed:
-                timings.started = begin
-            timings.first_step = now - (begin if committed else timings.prefilled)
-            timings.first_step_end = now
-
     def _prefilled(self, sequence: Sequence, first: list[ChoiceTokens]) -> None:
         if sequence.publish:
             self.kv.publish(sequence)
@@ -265,7 +231,7 @@ class EngineCore:
         elif sequence.leased:
             self._done(sequence)  # released before it was ready
         else:
-            del self.sequences[sequence.seq]
+            self._forget(sequence)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -279,19 +245,29 @@ class EngineCore:
         self._done(sequence)
 
     def _done(self, sequence: Sequence) -> None:
-        self.sequences.pop(sequence.seq, None)
+        self._forget(sequence)
         self._emit(answers.done(sequence))
 
     def _fail(self, sequence: Sequence, error: EpdError, *, poisoned: bool = False) -> None:
         self.scheduler.drop(sequence, poisoned=poisoned)
-        self.sequences.pop(sequence.seq, None)
+        self._forget(sequence)
         self._emit(answers.failed(sequence.seq, error))
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.sequences.pop(sequence.seq, None)
+        self._free_embeddings(sequence)
+
+    def _free_embeddings(self, sequence: Sequence) -> None:
+        """No step will read them any more. Never called within one."""
+        if sequence.reads_embeddings:
+            sequence.reads_embeddings = False
+            self._emit(msg.EmbeddingsFreed(seq=sequence.seq))
 
     def fail_all(self) -> None:
         """The engine broke: every sequence is told so."""
-        for seq in list(self.sequences):
-            self._emit(answers.failed(seq, EngineFailed("the engine failed in a step")))
-        self.sequences.clear()
+        for sequence in list(self.sequences.values()):
+            self._forget(sequence)
+            self._emit(answers.failed(sequence.seq, EngineFailed("the engine failed in a step")))
 
     # --- reports ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from common.engine.prompt_media import ImageRules
 from common.engine.sequence import Choice
 from common.sampling import TokenLogprob
 
@@ -59,6 +60,8 @@ class Executor(Protocol):
     max_context: int
     eos_token_ids: tuple[int, ...]
     num_layers: int
+    images: ImageRules | None  # None: the model takes no images
+    weight_bytes: int
 
     def execute(self, batch: Batch, layer_done: Callable[[int], None]) -> list[list[Sampled | None]]:
         """Computes the rows. For every row one entry per choice in `samples`; None where the logits were not finite.

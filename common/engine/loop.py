@@ -10,8 +10,9 @@ import common.engine.messages as msg
 from common.cache.keys import KvLayout
 from common.engine.core import EngineCore
 from common.engine.executor import Executor
+from common.engine.prompt_media import ImageRules
 from common.engine.settings import EngineSettings
-from common.engine.wire import command_reader, encode
+from common.engine.wire import Launch, command_reader, encode
 from common.sampling import SamplingParams
 from common.transfer.pool_memory import PoolMemory
 
@@ -22,18 +23,26 @@ _READ_BYTES = 1 << 20
 _QUIET_SECONDS = 0.2
 
 
-def load_executor(settings: EngineSettings, layout: KvLayout, memory: PoolMemory) -> Executor:
-    """The executor that the settings name; only here is torch imported, and only when it is needed."""
+def load_executor(launch: Launch, memory: PoolMemory, embeddings: PoolMemory | None = None) -> Executor:
+    """The executor that the settings name; only here is torch imported, and only when it is needed.
+
+    embeddings: the pool of pulled image embeddings, None where prompts with images are not computed.
+    """
+    settings = launch.settings
     if settings.executor == "timed":
         from common.engine.timed_executor import TimedExecutor
 
-        return TimedExecutor(settings, memory)
+        images = None
+        if launch.embedding_layout is not None:
+            rows, blocks = launch.embedding_layout.block_rows, embeddings.num_blocks if embeddings else 0
+            images = ImageRules(block_rows=rows, num_blocks=blocks)
+        return TimedExecutor(settings, memory, images)
     import torch
 
     from common.engine.modules_executor import ModulesExecutor
 
     torch.set_num_threads(settings.threads)
-    return ModulesExecutor(settings, layout, memory)
+    return ModulesExecutor(launch, memory, embeddings)
 
 
 class EngineLoop:
@@ -81,6 +90,7 @@ class EngineLoop:
                 max_context=limits.max_context,
                 executor=self._executor.name,
                 eos_token_ids=sorted(limits.eos_token_ids),
+                weight_bytes=self._executor.weight_bytes,
             )
         )
         self._report(final=True)
@@ -160,8 +170,8 @@ class EngineLoop:
 
 
 def run_engine(
-    sock: socket.socket, memory: PoolMemory, doorbell: int, settings: EngineSettings, layout: KvLayout
+    sock: socket.socket, doorbell: int, launch: Launch, memory: PoolMemory, embeddings: PoolMemory | None
 ) -> None:
     """Loads the model and serves until the end. Blocking."""
-    executor = load_executor(settings, layout, memory)
-    EngineLoop(sock, memory, doorbell, settings, layout, executor).run()
+    executor = load_executor(launch, memory, embeddings)
+    EngineLoop(sock, memory, doorbell, launch.settings, launch.layout, executor).run()

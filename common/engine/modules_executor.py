@@ -1,6 +1,5 @@
 """The `modules` executor: transformers' own modelling code over the paged pool."""
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,20 +7,22 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from common.cache.keys import KvLayout
+from common.cache.keys import EmbeddingLayout
+from common.engine.embedding_pool import EmbeddingRows
 from common.engine.executor import Batch, Sampled
+from common.engine.image_inputs import ImageInputs
 from common.engine.paged_attention import NAME, PagedStep
+from common.engine.prompt_media import ImageRules
 from common.engine.sampler import Sampler
-from common.engine.settings import EngineSettings
-from common.models.config import read_config
+from common.engine.wire import Launch
+from common.models.config import ModelConfig, read_config
+from common.models.vision.partial import LOADING, load_language, weight_bytes
 from common.transfer.pool_memory import PoolMemory
-
-# Loading sets torch's default dtype for the whole process, so engines that share one load in turn.
-_LOADING = threading.Lock()
 
 
 class ModulesExecutor:
-    """A Hugging Face checkpoint on CPU or CUDA, in float32, bfloat16 or float16.
+    """A Hugging Face checkpoint on CPU or CUDA, in float32, bfloat16 or float16; of a vision-language one the text
+    model only.
 
     The KV tensor is the pool's shared memory itself, or, mirrored (always on CUDA), a tensor of its own on the
     device, from which published blocks are copied to the shared memory and into which pulled ones are.
@@ -29,7 +30,8 @@ class ModulesExecutor:
 
     name = "modules"
 
-    def __init__(self, settings: EngineSettings, layout: KvLayout, memory: PoolMemory) -> None:
+    def __init__(self, launch: Launch, memory: PoolMemory, embeddings: PoolMemory | None) -> None:
+        settings, layout = launch.settings, launch.layout
         config = read_config(settings.model_dir, revision=layout.revision)
         self.vocab_size = config.vocab_size
         self.max_context = config.max_context
@@ -37,8 +39,11 @@ class ModulesExecutor:
         self.num_layers = layout.num_layers
         self._device = _device(settings.device)
         dtype = getattr(torch, layout.dtype)
-        with _LOADING:
-            self._model = _load(settings.model_dir, dtype).to(self._device)
+        with LOADING:  # it sets torch's default dtype for the whole process, so engines that share one load in turn
+            self._model = _load(settings.model_dir, dtype, vision=config.vision).to(self._device)
+        self.weight_bytes = weight_bytes(self._model)
+        self.images = _image_rules(config, launch.embedding_layout, embeddings)
+        self._inputs = self._image_inputs(launch.embedding_layout, embeddings)
         shape = (
             layout.num_layers,
             memory.num_blocks,
@@ -51,7 +56,15 @@ class ModulesExecutor:
         self._mirrored = settings.mirror or self._device.type != "cpu"
         self._kv = torch.zeros(shape, dtype=dtype, device=self._device) if self._mirrored else self._shared
         self._sampler = Sampler(self.eos_token_ids)
-        self._softcap: float | None = getattr(self._model.config, "final_logit_softcapping", None)
+        # transformers' Gemma3ForConditionalGeneration has none, whatever its text model's config says.
+        softcap = None if config.vision else getattr(self._model.config, "final_logit_softcapping", None)
+        self._softcap: float | None = softcap
+
+    def _image_inputs(self, layout: EmbeddingLayout | None, embeddings: PoolMemory | None) -> ImageInputs | None:
+        if self.images is None:
+            return None
+        rows = EmbeddingRows(layout, embeddings) if layout is not None and embeddings is not None else None
+        return ImageInputs(self._model.embed_tokens, rows, mrope=self.images.mrope)
 
     @torch.inference_mode()
     def execute(self, batch: Batch, layer_done: Callable[[int], None]) -> list[list[Sampled | None]]:
@@ -72,12 +85,14 @@ class ModulesExecutor:
                 layer_done(layers)
 
         by_layer = layer_written if touched or batch.by_layer else None
-        hidden = self._model.model(
-            input_ids=torch.tensor([tokens], device=self._device),
-            position_ids=torch.tensor([positions], device=self._device),
-            use_cache=False,
-            paged=PagedStep.of(self._kv, batch, by_layer),
-        ).last_hidden_state[0]
+        token_ids = torch.tensor([tokens], device=self._device)
+        position_ids = torch.tensor([positions], device=self._device)
+        if self._inputs is not None:
+            inputs = self._inputs.of(batch, token_ids, position_ids)
+        else:
+            inputs = {"input_ids": token_ids, "position_ids": position_ids}
+        paged = PagedStep.of(self._kv, batch, by_layer)
+        hidden = self._model.model(**inputs, use_cache=False, paged=paged).last_hidden_state[0]
         sampled = iter(
             self._sampler.sample(self._logits(hidden[last]), [row.samples for row in batch.rows if row.samples])
         )
@@ -119,12 +134,29 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _load(model_dir: str, dtype: torch.dtype) -> Any:
+def _image_rules(
+    config: ModelConfig, layout: EmbeddingLayout | None, embeddings: PoolMemory | None
+) -> ImageRules | None:
+    if layout is None:
+        return None
+    return ImageRules(
+        token_id=config.image_token_id,
+        mrope=bool(config.mrope_section),
+        bidirectional=config.bidirectional_images,
+        block_rows=layout.block_rows,
+        num_blocks=embeddings.num_blocks if embeddings is not None else 0,
+    )
+
+
+def _load(model_dir: str, dtype: torch.dtype, *, vision: bool) -> Any:
     """Weights from safetensors only; no code from the directory runs."""
     logging.disable_progress_bar()  # a log is no terminal
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
-    )
+    if vision:
+        model: Any = load_language(model_dir, dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+        )
     model.set_attn_implementation(NAME)
     model.requires_grad_(False)
     return model.eval()

@@ -25,13 +25,14 @@ class _Decodes:
 @dataclass(slots=True)
 class _Chunk:
     """Rows [begin, end) of the step are positions [start, stop) of one sequence; blocks int64 [n] hold its tokens [0,
-    stop)."""
+    stop). whole: positions [first, last) of images that the chunk has part of and that attend to all of themselves."""
 
     begin: int
     end: int
     start: int
     stop: int
     blocks: torch.Tensor
+    whole: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -64,7 +65,9 @@ class PagedStep:
                 offsets.append(position % size)
             if number >= batch.decodes:
                 held = torch.tensor(blocks[: -(-row.end // size)], device=device)
-                chunks.append(_Chunk(begin, len(offsets), row.start, row.end, held))
+                media = row.choice.sequence.media
+                whole = media.whole_within(row.start, row.end) if media is not None else []
+                chunks.append(_Chunk(begin, len(offsets), row.start, row.end, held, whole))
         decodes = batch.rows[: batch.decodes]
         return cls(
             kv=kv,
@@ -152,12 +155,18 @@ def _attend_chunk(
     base = first * size
     blocks = chunk.blocks[first:]
     keys, values = (_gather(pages, which, blocks, kv_heads, 1, dim)[:, :, : chunk.stop - base] for which in (0, 1))
-    if chunk.start == 0 and (window is None or chunk.stop <= window):
+    if chunk.start == 0 and (window is None or chunk.stop <= window) and not chunk.whole:
         out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
     else:
         rows = torch.arange(chunk.start, chunk.stop, device=query.device)[:, None]
         distance = rows - torch.arange(base, chunk.stop, device=query.device)
         mask = distance >= 0
+        for first_token, last_token in chunk.whole:
+            # As transformers' Gemma3: causal or of one image, and for both the window.
+            mask[
+                max(0, first_token - chunk.start) : last_token - chunk.start,
+                max(0, first_token - base) : last_token - base,
+            ] = True
         if window is not None:
             mask &= distance < window
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)

@@ -13,19 +13,22 @@ from typing import Any, Self
 
 import common
 import common.engine.messages as msg
-from common.cache.keys import KvLayout
+from common.cache.keys import EmbeddingLayout, KvLayout
 from common.engine.dtype import resolve_dtype
+from common.engine.embedding_pool import create_embedding_pool
 from common.engine.settings import EngineSettings
-from common.engine.streams import SequenceStream
+from common.engine.streams import EmbeddingReaders, SequenceStream
 from common.engine.wire import Launch, encode, event_reader
 from common.errors import DuplicateRequest, EngineFailed
-from common.models.config import kv_layout
+from common.models.config import embedding_layout, kv_layout
 from common.transfer.pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_SECONDS = 600.0  # a large model from a cold disk
 CLOSE_TIMEOUT_SECONDS = 5.0
+
+
 _NO_LOAD = msg.LoadReport(
     running=0,
     waiting=0,
@@ -45,16 +48,18 @@ class EngineProcess(asyncio.Protocol):
 
     ready: msg.Ready
 
-    def __init__(self, settings: EngineSettings, layout: KvLayout) -> None:
+    def __init__(self, settings: EngineSettings, layout: KvLayout, embedding_layout: EmbeddingLayout | None) -> None:
         self.settings = settings
-        self.layout = layout
+        self.layout, self.embedding_layout = layout, embedding_layout
         self.pool = PoolMemory.create(layout.num_layers, settings.num_blocks, layout.unit_bytes)
+        self.embeddings = create_embedding_pool(settings, embedding_layout)
         self.load = _NO_LOAD
         self.pid: int | None = None
         self._loop = asyncio.get_running_loop()
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader = event_reader()
         self._streams: dict[str, SequenceStream] = {}
+        self._readers = EmbeddingReaders()
         self._waiters: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
         self._inspections: dict[int, asyncio.Future[msg.Inspected]] = {}
         self._inspection = 0
@@ -78,8 +83,8 @@ class EngineProcess(asyncio.Protocol):
         cannot be served, EngineFailed when the engine ends before it is ready.
         """
         settings = resolve_dtype(settings)
-        layout = await asyncio.to_thread(kv_layout, settings)
-        engine = cls(settings, layout)
+        layouts = await asyncio.to_thread(lambda: (kv_layout(settings), embedding_layout(settings)))
+        engine = cls(settings, *layouts)
         ours, theirs = socket.socketpair()
         try:
             ours.setblocking(False)
@@ -101,23 +106,32 @@ class EngineProcess(asyncio.Protocol):
         return engine
 
     async def _start_process(self, theirs: socket.socket) -> None:
-        fds = (theirs.fileno(), self.pool.fd, self._doorbell)
+        fds = [theirs.fileno(), self._doorbell, self.pool.fd]
+        if self.embeddings is not None:
+            fds.append(self.embeddings.read_only_fd())
         root = str(Path(next(iter(common.__path__))).parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         threads = str(self.settings.threads)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "common.engine",
-            *map(str, fds),
-            pass_fds=fds,
-            stdin=asyncio.subprocess.DEVNULL,
-            env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads},
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "common.engine",
+                *map(str, fds),
+                pass_fds=fds,
+                stdin=asyncio.subprocess.DEVNULL,
+                env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads},
+            )
+        finally:
+            if self.embeddings is not None:
+                os.close(fds[-1])
         self.pid = self._process.pid
         theirs.close()
         assert self._transport is not None
-        self._transport.write(Launch(self.settings, self.layout).encode())
+        self._transport.write(self._launch().encode())
+
+    def _launch(self) -> Launch:
+        return Launch(self.settings, self.layout, self.embedding_layout)
 
     def _start_thread(self, theirs: socket.socket) -> None:
         from common.engine.loop import run_engine
@@ -125,7 +139,7 @@ class EngineProcess(asyncio.Protocol):
         def run() -> None:
             with theirs:
                 try:
-                    run_engine(theirs, self.pool, self._doorbell, self.settings, self.layout)
+                    run_engine(theirs, self._doorbell, self._launch(), self.pool, self.embeddings)
                 except Exception as error:  # what would end a process must not end this one
                     self._thread_cause = f"{type(error).__name__} in the engine's thread"
                     log.exception("the engine's thread failed")
@@ -148,6 +162,7 @@ class EngineProcess(asyncio.Protocol):
         for seq, stream in list(self._streams.items()):
             stream.put(msg.Failed(seq=seq, reason=error.reason, message=error.message))
         self._streams.clear()
+        self._readers.clear()
         for waiting in [future for _, future in self._waiters] + list(self._inspections.values()):
             if not waiting.done():
                 waiting.set_exception(error)
@@ -175,6 +190,8 @@ class EngineProcess(asyncio.Protocol):
         if self._supervisor is not None:
             await self._ended(2 * CLOSE_TIMEOUT_SECONDS)
         self.pool.close()
+        if self.embeddings is not None:
+            self.embeddings.close()
 
     async def _ended(self, timeout: float) -> bool:
         await asyncio.wait([self._closed], timeout=timeout)
@@ -189,6 +206,8 @@ class EngineProcess(asyncio.Protocol):
         if self._lost.done():
             raise EngineFailed("the engine is gone")
         stream = self._streams[command.seq] = SequenceStream(command)
+        if isinstance(command, msg.Submit) and command.media:
+            self._readers.add(command.seq)
         self.send(command)
         return stream
 
@@ -197,6 +216,9 @@ class EngineProcess(asyncio.Protocol):
             stream.end()
         if self._transport is not None and not self._lost.done():
             self._transport.write(encode([command]))
+
+    async def embeddings_freed(self, seq: str) -> None:
+        await self._readers.wait(seq)
 
     async def wait_progress(self, step: int, layers: int) -> None:
         """Raises EngineFailed when the engine is gone before."""
@@ -266,6 +288,8 @@ class EngineProcess(asyncio.Protocol):
                 inspection = self._inspections.pop(event.number, None)
                 if inspection is not None and not inspection.done():
                     inspection.set_result(event)
+            case msg.EmbeddingsFreed():
+                self._readers.remove(event.seq)
             case _:
                 self._deliver(event.seq, event)
 

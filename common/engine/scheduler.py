@@ -172,9 +172,13 @@ class Scheduler:
         choice.preemptions += 1
         choice.computed = choice.indexed = 0
         choice.prefilling = True
-        if choice.preemptions > MAX_PREEMPTIONS:
-            self.drop(choice.sequence)
-            self.failed.append((choice.sequence, Preempted("no KV blocks were left for the request, twice")))
+        sequence = choice.sequence
+        if sequence.media is not None and not sequence.reads_embeddings:
+            self.drop(sequence)
+            self.failed.append((sequence, Preempted("no KV blocks were left for a request with images")))
+        elif choice.preemptions > MAX_PREEMPTIONS:
+            self.drop(sequence)
+            self.failed.append((sequence, Preempted("no KV blocks were left for the request, twice")))
         else:
             self._wait(choice)
 
@@ -222,7 +226,9 @@ def _snapshot(choice: Choice) -> batching.Running:
 
 
 def _row(choice: Choice, tokens: int) -> Row:
-    end = choice.computed + tokens
+    end, media = choice.computed + tokens, choice.sequence.media
+    if media is not None:
+        end = media.chunk_end(end)  # beyond the token budget, by less than an image
     if end < choice.length:
         return Row(choice, choice.computed, end, ())
     samples = (choice,) if choice.sequence.forked else tuple(choice.sequence.open_choices())

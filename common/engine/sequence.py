@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.cache.keys import block_keys
+from common.engine.messages import Reserve, Submit
+from common.engine.prompt_media import PromptMedia
 from common.errors import ContextTooLong, InvalidArgument, NeverFits
 from common.sampling import SamplingParams
 
@@ -115,7 +117,9 @@ class Choice:
         known = len(self.keys) * block_size
         if end - known >= block_size:
             parent = self.keys[-1] if self.keys else self.sequence.root
-            self.keys += block_keys(parent, self.tokens(known, end), block_size)
+            media = self.sequence.media
+            spans = media.spans if media is not None else ()
+            self.keys += block_keys(parent, self.tokens(known, end), block_size, media=spans, start=known)
         return self.keys
 
     def append(self, token: int, limits: Limits) -> tuple[str | None, int | None]:
@@ -145,6 +149,19 @@ class Timings:
     first_step: float = 0.0
     last_token: float = 0.0
 
+    def note_step(self, begin: float, now: float, *, prefill: bool) -> None:
+        """A step from `begin` to `now` gave the sequence tokens; prefill: its first ones, from its prompt."""
+        self.last_token = now
+        if prefill:
+            self.prefilled = now
+        elif not self.first_step_end:
+            # After a commit the wait for this step counts as queueing; after a local prefill as the step's own time.
+            committed = not self.prefilled
+            if committed:
+                self.started = begin
+            self.first_step = now - (begin if committed else self.prefilled)
+            self.first_step_end = now
+
     @property
     def queue(self) -> float:
         return max(0.0, self.started - self.arrived - self.lookup)
@@ -165,7 +182,7 @@ class Sequence:
     publish: its blocks are wanted by a puller, from the submission (leased) until the release.
     spare: blocks kept for the fork, one a choice. published: blocks kept for a puller. given: output tokens at the
     start. cached_tokens: hits of the first admission. started: Started was sent, a preempted prompt is not announced
-    again.
+    again. reads_embeddings: steps may read its images' rows, until EmbeddingsFreed.
     """
 
     seq: str
@@ -188,6 +205,30 @@ class Sequence:
     cached_tokens: int = 0
     forked: bool = False
     started: bool = False
+    media: PromptMedia | None = None
+    reads_embeddings: bool = False
+
+    @classmethod
+    def of(cls, command: Submit | Reserve, root: bytes, arrival: int, now: float) -> "Sequence":
+        """As a command asks for it, nothing checked. root: parent key of its first block."""
+        submit = isinstance(command, Submit)
+        sequence = cls(
+            seq=command.seq,
+            prompt=list(command.prompt),
+            choices=[],
+            sampling=command.sampling,
+            root=root,
+            priority=command.priority,
+            arrival=arrival,
+            given=len(command.output),
+            publish=isinstance(command, Submit) and command.publish,
+            leased=isinstance(command, Submit) and command.publish,
+            decode=not isinstance(command, Submit) or command.decode,
+            state=State.WAITING if submit else State.RESERVING,
+            timings=Timings(arrived=now),
+        )
+        sequence.choices = [Choice(sequence, index, list(command.output)) for index in command.choices]
+        return sequence
 
     @property
     def leader(self) -> Choice:

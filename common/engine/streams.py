@@ -1,4 +1,4 @@
-"""The service's side of one sequence: its events in order."""
+"""The service's side of sequences: one's events in order, and who may still read embeddings."""
 
 import asyncio
 from collections import deque
@@ -54,3 +54,30 @@ class SequenceStream:
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+
+class EmbeddingReaders:
+    """Submissions whose image embeddings the engine may still read, cancelled ones too."""
+
+    def __init__(self) -> None:
+        self._reading: dict[str, list[asyncio.Future[None]]] = {}
+
+    def add(self, seq: str) -> None:
+        self._reading.setdefault(seq, []).append(asyncio.get_running_loop().create_future())
+
+    def remove(self, seq: str) -> None:
+        """The engine answers in the order of submission, also when a name was used again after a cancel."""
+        if futures := self._reading.get(seq):
+            futures.pop(0).set_result(None)
+            if not futures:
+                del self._reading[seq]
+
+    def clear(self) -> None:
+        for seq in list(self._reading):
+            while seq in self._reading:
+                self.remove(seq)
+
+    async def wait(self, seq: str) -> None:
+        """Returns once no submission of this name reads any more; at once when none does."""
+        while futures := self._reading.get(seq):
+            await asyncio.wait([futures[-1]])

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from common.engine.executor import Batch, Row, Sampled
+from common.engine.prompt_media import ImageRules
 from common.engine.sequence import Choice
 from common.engine.settings import EngineSettings
 from common.sampling import TokenLogprob
@@ -19,18 +20,24 @@ _FIRST_TOKEN = 16  # lower ids are often special
 class TimedExecutor:
     """Stand-in for planner, routing and load tests: step seconds by settings.timed's formula, spent asleep.
 
-    A token is a function of all tokens before it and the choice's index, so a resume, a retry or any form of the mesh
-    gives the same. Its pool has num_layers layers, one KV head, head_dim 2, float32; `expected_kv` says what it
-    holds. There is no end-of-text token: requests run to max_tokens or a stop token. Sampling parameters do not
-    change the tokens.
+    A token is a function of all tokens before it, of the images among them (their keys and places; no embedding is
+    read) and of the choice's index, so a resume, a retry or any form of the mesh gives the same. Its pool has
+    num_layers layers, one KV head, head_dim 2, float32; `expected_kv` says what it holds. There is no end-of-text
+    token: requests run to max_tokens or a stop token. Sampling parameters do not change the tokens.
     """
 
     name = "timed"
     eos_token_ids: tuple[int, ...] = ()
+    weight_bytes = 0
 
     def __init__(
-        self, settings: EngineSettings, memory: PoolMemory, sleep: Callable[[float], None] = time.sleep
+        self,
+        settings: EngineSettings,
+        memory: PoolMemory,
+        images: ImageRules | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self.images = images
         self._model = settings.timed
         self.vocab_size = settings.timed.vocab_size
         self.max_context = settings.timed.max_context
@@ -72,9 +79,9 @@ class TimedExecutor:
 
     def _next(self, choice: Choice) -> Sampled:
         length = choice.length
-        count, digest = self._hashes.get(choice, (0, hashlib.blake2b(digest_size=8)))
+        count, digest = self._hashes.get(choice) or (0, _images_digest(choice))
         if count > length:
-            count, digest = 0, hashlib.blake2b(digest_size=8)
+            count, digest = 0, _images_digest(choice)
         digest.update(np.asarray(choice.tokens(count, length), dtype="<u4").tobytes())
         self._hashes[choice] = length, digest
         final = digest.copy()
@@ -95,6 +102,14 @@ class TimedExecutor:
 
     def import_blocks(self, blocks: Sequence[int]) -> None:
         pass
+
+
+def _images_digest(choice: Choice) -> "hashlib.blake2b":
+    digest = hashlib.blake2b(digest_size=8)
+    media = choice.sequence.media
+    for span in media.spans if media is not None else ():
+        digest.update(span.start.to_bytes(8, "little") + span.key)
+    return digest
 
 
 def expected_kv(token_ids: Sequence[int], positions: Sequence[int] | np.ndarray, num_layers: int) -> np.ndarray:

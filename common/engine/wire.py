@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from common.cache.keys import KvLayout
+from common.cache.keys import EmbeddingLayout, KvLayout
 from common.engine.messages import AnyCommand, AnyEvent
 from common.engine.settings import EngineSettings
 
@@ -19,10 +19,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """First frame on the socket, JSON: all that an engine process is told."""
+    """First frame on the socket, JSON: all that an engine process is told.
+
+    embedding_layout: of the image embeddings that the model takes; None when it takes no images.
+    """
 
     settings: EngineSettings
     layout: KvLayout
+    embedding_layout: EmbeddingLayout | None = None
 
     def encode(self) -> bytes:
         return frame(msgspec.json.encode(self))

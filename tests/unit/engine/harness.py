@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM
 
 import common.engine.messages as msg
 from common.engine.core import EngineCore
+from common.engine.embedding_pool import create_embedding_pool
 from common.engine.executor import Batch, Executor
 from common.engine.loop import load_executor
 from common.engine.settings import EngineSettings, TimedModel
-from common.models.config import kv_layout
+from common.engine.wire import Launch
+from common.models.config import embedding_layout, kv_layout
 from common.sampling import ChoiceTokens, SamplingParams
 from common.transfer.pool_memory import PoolMemory
 
@@ -31,7 +33,10 @@ class Harness:
         self.settings = EngineSettings(**settings)
         layout = kv_layout(self.settings)
         self.memory = PoolMemory.create(layout.num_layers, self.settings.num_blocks, layout.unit_bytes)
-        self.executor = load_executor(self.settings, layout, self.memory)
+        self.embedding_layout = embedding_layout(self.settings)
+        self.embeddings = create_embedding_pool(self.settings, self.embedding_layout)
+        launch = Launch(self.settings, layout, self.embedding_layout)
+        self.executor = load_executor(launch, self.memory, self.embeddings)
         self.events: list[Any] = []
         self.rings = 0
         self.batches: list[Batch] = []

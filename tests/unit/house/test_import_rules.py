@@ -19,6 +19,7 @@ SERVICES = ("gateway", "encode", "prefill", "decode", "store", "planner")
 # Where tensors are. transformers imports torch.
 TORCH_FILES = {
     "common/engine/loop.py",
+    "common/engine/image_inputs.py",
     "common/engine/modules_executor.py",
     "common/engine/paged_attention.py",
     "common/engine/sampler.py",
