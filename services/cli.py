@@ -9,19 +9,16 @@ from typing import Annotated
 import typer
 
 from common.process import end_with_parent
+from services.commands.models_app import models_app
 
 EXIT_REFUSED = 2  # as services.supervisor, which is not imported here for its cost
 
 app = typer.Typer(
     name="epd",
-    help="A mesh that serves language models in separate stages: prefill and decode, behind one gateway.",
+    help="A mesh that serves language and vision models in separate stages: encode, prefill, decode, one gateway.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-)
-models_app = typer.Typer(
-    help="Fetch, list and find models: in EPD_MODELS_DIR, else where the running mesh has its, else in your cache.",
-    no_args_is_help=True,
 )
 app.add_typer(models_app, name="models")
 
@@ -38,15 +35,16 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
 
 
 def _default_model() -> str:
-    from common.models.catalog import DEFAULT_MODEL
+    from common.models.catalog import DEFAULT_VISION_MODEL
 
-    return DEFAULT_MODEL
+    return DEFAULT_VISION_MODEL
 
 
 @app.command("up", rich_help_panel=LOCAL)
 @app.command("serve", rich_help_panel=LOCAL)
 def up(
     model: Annotated[str, typer.Argument(help="A model's name or directory", default_factory=_default_model)],
+    encode: Annotated[int, typer.Option(help="encode workers, for a model that takes images")] = 1,
     prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
     decode: Annotated[int, typer.Option(help="decode workers")] = 1,
     aggregated: Annotated[int, typer.Option(help="workers with both roles")] = 0,
@@ -64,7 +62,7 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="run in the background; `epd down` ends it")] = False,
     ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
-    """Start a whole mesh on this machine: etcd, gateway, workers. Ask a first question. Ctrl-C ends it.
+    """Start a whole mesh on this machine: etcd, gateway, workers. Ask first questions. Ctrl-C ends it.
 
     `epd up` and `epd serve MODEL` are the same.
     """
@@ -79,6 +77,7 @@ def up(
     options = MeshOptions(
         model=model,
         served_name=served_name,
+        encode=encode,
         prefill=prefill,
         decode=decode,
         aggregated=aggregated,
@@ -107,7 +106,8 @@ def down() -> None:
 @app.command(rich_help_panel=ROLES)
 def worker(
     model: Annotated[str, typer.Argument(help="A model's name or directory")] = "",
-    roles: Annotated[str | None, typer.Option(help="prefill, decode, or prefill,decode")] = None,
+    roles: Annotated[str | None, typer.Option(help="encode, prefill, decode, or several: prefill,decode")] = None,
+    aliases: Annotated[str | None, typer.Option(help="further model names to take requests for")] = None,
     served_name: Annotated[str | None, typer.Option()] = None,
     worker_id: Annotated[str | None, typer.Option(help="[default: roles, host name and process id]")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
@@ -125,7 +125,7 @@ def worker(
     drain_seconds: Drain = None,
     config: Config = "",
 ) -> None:
-    """A prefill or decode worker, or both in one."""
+    """An encode, prefill or decode worker, or several roles in one."""
     from services.commands import roles as role
 
     role.worker(
@@ -133,6 +133,7 @@ def worker(
         config,
         {
             "roles": _split(roles),
+            "aliases": _split(aliases),
             "worker_id": worker_id,
             "host": host,
             "port": port,
@@ -195,6 +196,9 @@ def generate(
     address: Address = "",
     model: Annotated[str, typer.Option()] = "",
     raw: Annotated[bool, typer.Option("--raw", help="the prompt as it is, without the chat template")] = False,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="a picture in front of the prompt; may be given several times")
+    ] = None,
     n: Annotated[int, typer.Option(help="choices")] = 1,
     max_tokens: Annotated[int | None, typer.Option()] = None,
     temperature: Annotated[float | None, typer.Option(help="0: greedy")] = None,
@@ -220,7 +224,8 @@ def generate(
         timeout=timeout,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    asyncio.run(ask.generate(address, text, question, as_json=json, timing=timing))
+    images = ask.read_images(image or ())
+    asyncio.run(ask.generate(address, text, question, images=images, as_json=json, timing=timing))
 
 
 @app.command(rich_help_panel=USE)
@@ -228,6 +233,7 @@ def chat(
     address: Address = "",
     model: Annotated[str, typer.Option()] = "",
     system: Annotated[str, typer.Option(help="what the conversation starts with")] = "",
+    image: Annotated[list[Path] | None, typer.Option(help="a picture in front of the first message")] = None,
     max_tokens: Annotated[int | None, typer.Option()] = 512,
     temperature: Annotated[float | None, typer.Option(help="0: greedy")] = 0.2,
     top_p: Annotated[float | None, typer.Option()] = 0.9,
@@ -245,6 +251,7 @@ def chat(
             model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, session=session
         ),
         system,
+        ask.read_images(image or ()),
     )
 
 
@@ -279,39 +286,6 @@ def health(
     from services.commands import inspect
 
     asyncio.run(inspect.health(address, service))
-
-
-@models_app.command("get")
-def models_get(model: Annotated[str, typer.Argument(default_factory=_default_model)]) -> None:
-    """Fetch a model, once, and print its directory."""
-    from services.commands import models
-
-    print(models.get(model, models.directory()))
-
-
-@models_app.command("list")
-def models_list() -> None:
-    """Models that are here, and those that can be fetched."""
-    from services.commands import models
-
-    models.show_list()
-
-
-@models_app.command("path")
-def models_path(model: Annotated[str, typer.Argument(default_factory=_default_model)]) -> None:
-    """The directory of a model that is here."""
-    from common.models.fetch import find_model
-    from services.commands import models
-
-    print(find_model(model, models.directory()))
-
-
-@models_app.command("convert")
-def models_convert(gguf: Path, name: str) -> None:
-    """Make a model of a GGUF file."""
-    from services.commands import models
-
-    models.convert(gguf, name)
 
 
 def _split(text: str | None) -> tuple[str, ...] | None:

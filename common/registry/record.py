@@ -18,6 +18,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     roles: tuple[str, ...]  # "encode", "prefill", "decode"
     address: str  # host:port that gateways and other workers can reach
     model: str  # the name it is served under
+    aliases: tuple[str, ...] = ()  # further names of it: the text model whose weights its language part has
     layout: KvLayout
     max_context: int  # tokens, prompt and output together
     vocab_size: int
@@ -26,6 +27,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draining: bool = False
     embedding_layout: EmbeddingLayout | None = None  # of workers that encode images
     embedding_rows: int = 0  # of their pool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every model name that it takes requests for."""
+        return (self.model, *self.aliases)
 
     @property
     def compat_id(self) -> str:

@@ -3,15 +3,35 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import grpc
 import msgspec
 from google.protobuf import json_format
 
-from common.errors import EpdError
+from common.errors import EpdError, InvalidArgument
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands.client import dial, gateway_address
 from services.commands.render import hops_table, make_console
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn; its images come before its text."""
+
+    role: str
+    text: str
+    images: tuple[bytes, ...] = ()
+
+
+def read_images(paths: Sequence[Path]) -> tuple[bytes, ...]:
+    """The files as they are. Raises InvalidArgument naming one that cannot be read."""
+    found = []
+    for path in paths:
+        try:
+            found.append(path.read_bytes())
+        except OSError as error:
+            raise InvalidArgument(f"{path} cannot be read: {error.strerror}", field="image") from None
+    return tuple(found)
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,15 +48,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     timeout: float = 600.0  # seconds
 
-    def request(self, messages: Sequence[tuple[str, str]]) -> generation_pb2.GenerateRequest:
-        """messages: (role, content)."""
+    def request(self, messages: Sequence["Message"]) -> generation_pb2.GenerateRequest:
         request = generation_pb2.GenerateRequest(model=self.model, n=self.n, stop=self.stop, session_id=self.session)
         if self.raw:
-            request.text = messages[-1][1]
+            request.text = messages[-1].text
+            for data in messages[-1].images:
+                request.images.add(data=data)
         else:
-            for role, content in messages:
-                message = request.chat.messages.add(role=role)
-                message.content.add(text=content)
+            for each in messages:
+                message = request.chat.messages.add(role=each.role)
+                for data in each.images:
+                    message.content.add(image=generation_pb2.Image(data=data))
+                message.content.add(text=each.text)
         for name in ("max_tokens", "temperature", "top_p", "seed"):
             if (value := getattr(self, name)) is not None:
                 setattr(request.sampling, name, value)
@@ -52,9 +75,11 @@ async def stream(
         yield response
 
 
-async def generate(address: str, prompt: str, question: Question, *, as_json: bool, timing: bool) -> None:
+async def generate(
+    address: str, prompt: str, question: Question, *, images: tuple[bytes, ...] = (), as_json: bool, timing: bool
+) -> None:
     """Print the answer while it comes; several choices one after the other, when they are complete."""
-    request = question.request([("user", prompt)])
+    request = question.request([Message("user", prompt, images)])
     texts: dict[int, str] = {}
     async with dial(gateway_address(address)) as channel:
         async for response in stream(channel, request, question.timeout):
@@ -80,31 +105,41 @@ async def generate(address: str, prompt: str, question: Question, *, as_json: bo
         console.print(f"[dim]epd trace {response.accounting.trace_id}{at}[/dim]", highlight=False, soft_wrap=True)
 
 
-def chat(address: str, question: Question, system: str) -> None:
-    """A conversation. The session keeps it on the worker that has its prefix."""
+def chat(address: str, question: Question, system: str, images: tuple[bytes, ...] = ()) -> None:
+    """A conversation. The session keeps it on the worker that has its prefix. images go with the next message."""
     console = make_console()
-    history: list[tuple[str, str]] = [("system", system)] if system else []
+    history = [Message("system", system)] if system else []
     with asyncio.Runner() as runner:
         target = gateway_address(address)
         models = [model.id for model in runner.run(_models(target))]
-        console.print(f"[dim]{', '.join(models)} at {target}. /new starts over, /quit or Ctrl-D ends, ", end="")
-        console.print("[dim]Ctrl-C stops an answer.[/dim]")
+        console.print(f"[dim]{', '.join(models)} at {target}. /image FILE adds a picture to the next message, ", end="")
+        console.print("[dim]/new starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer.[/dim]")
+        if images:
+            console.print(f"[dim]{len(images)} picture{'s' if len(images) > 1 else ''} with the next message.[/dim]")
         while (line := _read_line()) is not None:
             if line in ("/quit", "/exit"):
                 return
             if line == "/new":
                 history = history[:1] if system else []
                 console.print("[dim]A new conversation.[/dim]")
+            elif line.startswith("/image "):
+                try:
+                    images += read_images([Path(line.removeprefix("/image ").strip()).expanduser()])
+                    console.print("[dim]It goes with the next message.[/dim]")
+                except InvalidArgument as error:
+                    console.print(f"[red]{error.message}[/red]", highlight=False)
             elif line:
                 answer: list[str] = []
+                said = Message("user", line, images)
                 try:
-                    runner.run(_turn(target, question.request([*history, ("user", line)]), question.timeout, answer))
+                    runner.run(_turn(target, question.request([*history, said]), question.timeout, answer))
                 except KeyboardInterrupt:
                     console.print("\n[dim]stopped[/dim]")
                 except EpdError as error:
                     console.print(f"[red]{error.message}[/red]")
                 if answer:
-                    history += [("user", line), ("assistant", "".join(answer))]
+                    history += [said, Message("assistant", "".join(answer))]
+                    images = ()
 
 
 async def _models(target: str) -> list[generation_pb2.Model]:

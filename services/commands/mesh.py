@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     served_name: str = ""
+    encode: int = 1  # counts only for a model that takes images
     prefill: int = 1
     decode: int = 1
     aggregated: int = 0
@@ -41,7 +43,12 @@ class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def workers(self) -> dict[str, str]:
         """Worker name to roles."""
-        counts = {"prefill": self.prefill, "decode": self.decode, "prefill,decode": self.aggregated}
+        counts = {
+            "encode": self.encode,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "prefill,decode": self.aggregated,
+        }
         return {
             f"{'both' if ',' in roles else roles}-{number}": roles
             for roles, count in counts.items()
@@ -50,7 +57,7 @@ class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raises InvalidArgument when these workers could never answer a request."""
-        if min(self.prefill, self.decode, self.aggregated) < 0:
+        if min(self.encode, self.prefill, self.decode, self.aggregated) < 0:
             raise InvalidArgument("numbers of workers cannot be negative", field="prefill")
         if not self.aggregated and not (self.prefill and self.decode):
             raise InvalidArgument(
@@ -63,8 +70,13 @@ def threads_per_worker(workers: int, cores: int) -> int:
     return max(1, (cores - 1) // max(1, workers))
 
 
-def process_specs(options: MeshOptions, model_dir: Path, run_dir: Path, sockets: Path, etcd: str) -> list[ProcessSpec]:
-    """Every process of the mesh in the order of its start; `etcd` is the host:port that all of them use."""
+def process_specs(
+    options: MeshOptions, model_dir: Path, run_dir: Path, sockets: Path, etcd: str, aliases: Mapping[str, Path] = {}
+) -> list[ProcessSpec]:
+    """Every process of the mesh in the order of its start; `etcd` is the host:port that all of them use.
+
+    aliases: further names that the model's workers take requests for, each with the directory of its tokenizer.
+    """
     workers = options.workers
     threads = options.threads or threads_per_worker(len(workers), available_cores())
     served = options.served_name or model_dir.name
@@ -78,16 +90,19 @@ def process_specs(options: MeshOptions, model_dir: Path, run_dir: Path, sockets:
         shared += ("--otlp-endpoint", options.otlp_endpoint)
     if options.config:
         shared += ("--config", options.config)
+    names = [f"{name}={directory}" for name, directory in {served: model_dir, **aliases}.items()]
     specs.append(
         ProcessSpec(
             name="gateway",
-            arguments=("gateway", f"{served}={model_dir}", "--grpc", options.grpc, "--http", options.http, *shared),
+            arguments=("gateway", *names, "--grpc", options.grpc, "--http", options.http, *shared),
             environment=_environment(1),
         )
     )
     for name, roles in workers.items():
         arguments = ["worker", str(model_dir), "--served-name", served, "--roles", roles, "--worker-id", name]
         arguments += ["--threads", str(threads), "--run-dir", str(sockets), "--executor", options.executor]
+        if aliases:
+            arguments += ["--aliases", ",".join(aliases)]
         if options.dtype:
             arguments += ["--dtype", options.dtype]
         if options.num_blocks:

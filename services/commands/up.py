@@ -9,25 +9,28 @@ import time
 from pathlib import Path
 
 import grpc
+import msgspec
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from common.errors import DeadlineExceeded, Unavailable
 from common.models.catalog import models_dir
+from common.models.config import read_config
+from common.models.info import read_info
 from common.process import available_cores
 from common.rpc.channel import connect
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands import models
+from services.commands.first import first_questions
 from services.commands.mesh import MeshOptions, check_ports, free_port, process_specs, threads_per_worker
-from services.commands.render import hops_table, make_console
+from services.commands.render import make_console
 from services.commands.run_dir import MeshState, RunDir, default_run_dir
 from services.supervisor import Supervisor
 
 ROUTABLE_SECONDS = 300.0
 ETCD_SECONDS = 15.0
 PATIENCE = 4  # lives of a process that never comes up
-QUESTION = "What is the capital of France?"
 _COLORS = {"waiting": "dim", "running": "green", "restarting": "yellow", "ended": "dim"}
 
 
@@ -39,9 +42,16 @@ def up(options: MeshOptions, *, ready_fd: int = -1) -> None:
     try:
         check_ports(options)
         model_dir = models.get(options.model)
-        asyncio.run(_Mesh(options, model_dir, run, ready_fd).run())
+        asyncio.run(_Mesh(_fitting(options, model_dir), model_dir, run, ready_fd).run())
     finally:
         run.release()
+
+
+def _fitting(options: MeshOptions, model_dir: Path) -> MeshOptions:
+    """Without encode workers for a model that takes no images."""
+    if read_config(model_dir).vision:
+        return options
+    return msgspec.structs.replace(options, encode=0)
 
 
 class _Mesh:
@@ -57,7 +67,9 @@ class _Mesh:
         self.stop = asyncio.Event()
         self._away: set[str] = set()  # processes that have ended and are started again
         self._ended = asyncio.Event()  # one more has
-        specs = process_specs(options, model_dir, run.path, run.sockets, self.etcd)
+        text_model = read_info(model_dir).text_model
+        self.aliases = {text_model: models.get(text_model)} if text_model else {}
+        specs = process_specs(options, model_dir, run.path, run.sockets, self.etcd, self.aliases)
         self.supervisor = Supervisor(specs, run.logs, self._report, self._changed)
 
     async def run(self) -> None:
@@ -97,7 +109,9 @@ class _Mesh:
         self._ended.clear()
         took = time.monotonic() - self.started
         self.console.print(f"[green]ready[/green] after {took:.1f} s", highlight=False)
-        await self._or_failure(self._first_question())
+        await self._or_failure(
+            first_questions(options.grpc, self.served, self.aliases, self.run_dir.path, self.console)
+        )
         self._announce()
         if self.ready_fd >= 0:
             os.write(self.ready_fd, b"ready\n")
@@ -130,44 +144,25 @@ class _Mesh:
     async def _wait_routable(self, seconds: float) -> None:
         """Until every process runs and the gateway knows every worker. Raises DeadlineExceeded."""
         options = self.options
-        want = (options.prefill + options.aggregated, options.decode + options.aggregated)
+        want = (options.encode, options.prefill + options.aggregated, options.decode + options.aggregated)
         end = time.monotonic() + seconds
         async with connect(options.grpc) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             while time.monotonic() < end:
-                have = (0, 0)
+                have = (0, 0, 0)
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     answer = await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=2)
                     for model in answer.models:
                         if model.id == self.served:
-                            have = (model.prefill_workers, model.decode_workers)
+                            have = (model.encode_workers, model.prefill_workers, model.decode_workers)
                 running = all(child.state == "running" for child in self.supervisor.children.values())
-                if running and have[0] >= want[0] and have[1] >= want[1]:
+                if running and all(there >= wanted for there, wanted in zip(have, want, strict=True)):
                     return
-                self.routable = f"{have[0]} of {want[0]} prefill, {have[1]} of {want[1]} decode routable"
+                counts = zip(have, want, ("encode", "prefill", "decode"), strict=True)
+                self.routable = ", ".join(f"{there} of {wanted} {role}" for there, wanted, role in counts if wanted)
+                self.routable += " routable"
                 await asyncio.sleep(0.1)
         raise DeadlineExceeded(f"not routable after {seconds:.0f} s ({self.routable}); see {self.run_dir.logs}")
-
-    async def _first_question(self) -> None:
-        """Shows that the mesh answers, and where the time goes. A failure is reported and is no reason to end."""
-        request = generation_pb2.GenerateRequest()
-        request.chat.messages.add(role="user").content.add(text=QUESTION)
-        request.sampling.temperature = 0
-        request.sampling.max_tokens = 48
-        self.console.print(f"[bold]> {QUESTION}[/bold]", highlight=False)
-        response = generation_pb2.GenerateResponse()
-        try:
-            async with connect(self.options.grpc) as channel:
-                call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=120)
-                async for response in call:
-                    for choice in response.choices:
-                        print(choice.text, end="", flush=True)
-        except grpc.aio.AioRpcError as error:
-            self.console.print(f"[yellow]the first question failed: {error.details()}[/yellow]", highlight=False)
-            return
-        print("\n")
-        self.console.print(hops_table(response.accounting))
-        self.console.print(f"[dim]epd trace {response.accounting.trace_id}[/dim]\n", highlight=False)
 
     def _announce(self) -> None:
         self.console.print(f"gRPC on [bold]{self.options.grpc}[/bold], HTTP on [bold]http://{self.options.http}[/bold]")

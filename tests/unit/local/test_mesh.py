@@ -20,9 +20,12 @@ def test_threads_fit_the_cores(workers: int, cores: int, threads: int) -> None:
 
 
 def test_every_process_of_the_default_mesh(tmp_path: Path) -> None:
-    specs = process_specs(MeshOptions(model="m"), Path("/models/m"), tmp_path, tmp_path / "s", "127.0.0.1:4")
-    assert [spec.name for spec in specs] == ["etcd", "gateway", "prefill-0", "decode-0"]
+    aliases = {"t": Path("/models/t")}
+    specs = process_specs(MeshOptions(model="m"), Path("/models/m"), tmp_path, tmp_path / "s", "127.0.0.1:4", aliases)
+    assert [spec.name for spec in specs] == ["etcd", "gateway", "encode-0", "prefill-0", "decode-0"]
+    assert specs[1].arguments[1:3] == ("m=/models/m", "t=/models/t")
     for spec in specs[2:]:
+        assert spec.arguments[spec.arguments.index("--aliases") + 1] == "t"
         assert spec.environment["OMP_WAIT_POLICY"] == "passive"
         assert spec.environment["OMP_NUM_THREADS"] == spec.arguments[spec.arguments.index("--threads") + 1]
 
@@ -30,6 +33,7 @@ def test_every_process_of_the_default_mesh(tmp_path: Path) -> None:
 def test_counts_and_options_reach_the_workers(tmp_path: Path) -> None:
     options = MeshOptions(
         model="m",
+        encode=0,
         prefill=2,
         decode=0,
         aggregated=1,
