@@ -33,7 +33,8 @@ async def status(address: str, etcd: str) -> None:
     for model in models.models:
         console.print(
             f"  {model.id} {model.dtype}, context {model.max_context_tokens}: "
-            f"{model.prefill_workers} prefill, {model.decode_workers} decode"
+            f"{f'{model.encode_workers} encode, ' if model.images else ''}{model.prefill_workers} prefill, "
+            f"{model.decode_workers} decode"
         )
     try:
         records = await registered_workers(etcd)

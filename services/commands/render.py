@@ -130,14 +130,14 @@ def _start(span: trace_pb2.Span) -> int:
 def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str]]) -> Table:
     """One row a worker: (name, its status, or why there is none)."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("worker", "roles", "life", "executor", "blocks"):
+    for heading in ("worker", "roles", "life", "executor", "blocks", "rows", "weights MB"):
         table.add_column(heading, no_wrap=True)
     for heading in ("run", "wait", "pulls", "steps", "lag ms", "MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("integrity")
     table.caption = (
-        "blocks: free·cached·active·held/total. pulls: open here/open from here. lag: event loop, p99 of a minute. "
-        "MiB: service and engine process"
+        "blocks of KV: free·cached·active·held/total. rows of embeddings: free·cached·held/total. pulls: open here/open from here. lag: event loop, p99 of a minute. "
+        "MiB: service and engine processes"
     )
     table.caption_justify = "left"
     for name, status in workers:
@@ -146,6 +146,8 @@ def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str
             continue
         load = status.load
         blocks = f"{load.free_blocks}·{load.cached_blocks}·{load.active_blocks}·{load.held_blocks}/{load.total_blocks}"
+        rows = f"{load.free_rows}·{load.cached_rows}·{load.held_rows}/{load.total_rows}"
+        weights = " ".join(f"{part} {size / 1e6:,.0f}" for part, size in sorted(status.weight_bytes.items()) if size)
         clean = not status.integrity_errors
         state = Text("clean" if clean else status.integrity_errors[0], style="green" if clean else "red")
         if not status.healthy:
@@ -157,9 +159,11 @@ def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str
             "+".join(status.roles),
             status.identity.incarnation[:6],
             status.executor,
-            blocks,
+            blocks if load.total_blocks else "",
+            rows if load.total_rows else "",
+            weights,
             str(load.running),
-            str(load.waiting),
+            str(load.waiting + load.pending_images),
             f"{status.open_pulls}/{status.open_publications}",
             str(status.engine_steps),
             milliseconds(status.loop_lag_p99_seconds),

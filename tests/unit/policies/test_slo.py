@@ -48,9 +48,9 @@ def test_shares_leave_no_room_for_a_miss_without_blame() -> None:
 
 
 def test_blame_is_the_largest_excess_over_the_share_not_the_largest_hop() -> None:
-    # Target 0.5 s: forward may take 0.325, the queue 0.075.
+    # Target 0.5 s: forward may take 0.235, the queue 0.075.
     found = [Hop(names.PREFILL_FORWARD, 0.40, "p"), Hop(names.PREFILL_QUEUE, 0.25, "p")]
-    assert blame(found, TTFT_SHARES, 0.5) == names.PREFILL_QUEUE  # 0.175 over against 0.075
+    assert blame(found, TTFT_SHARES, 0.5) == names.PREFILL_QUEUE  # 0.175 over against 0.165
     assert blame([Hop(names.GATEWAY_RETRY, 0.3, "gateway"), *found], TTFT_SHARES, 0.5) == names.GATEWAY_RETRY
 
 
