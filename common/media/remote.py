@@ -1,7 +1,7 @@
 """Images by URL: off unless hosts are listed, and then no way into the network that the gateway stands in.
 
-Every request, that of a redirect too, is checked alike: scheme, listed host, port. A listed name is resolved once, every
-address that it has must be public, and the connection goes to the very address that was checked. Why, and why httpcore:
+Every request, that of a redirect too, is checked alike: scheme, listed host, port. A listed name is resolved once, all
+addresses that it has must be public, and the connection goes to the very one that was checked. Why, and why httpcore:
 docs/adr/0010-remote-images.md.
 """
 

@@ -62,7 +62,10 @@ class Tokenizer:
             raise InvalidArgument("text must be valid Unicode", field="prompt") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a rendered chat; the template writes the special tokens itself."""
+        """Token ids of a rendered chat; the template writes the special tokens itself.
+
+        Content is a string or, where `takes_parts`, a list of {"type": "text", "text": …} and {"type": "image"}.
+        """
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -91,6 +94,17 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """The chat template renders content that is a list of parts, found out by trying."""
+        probe = "c7f3"
+        parts = [{"type": "text", "text": probe}]
+        try:
+            text = self.render_chat([{"role": "user", "content": parts}])
+        except InvalidArgument:
+            return False
+        return probe in text and not re.search("['\"]type['\"]", text)  # else it has printed the list itself
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; of several tokens' bytes the concatenation may be a character."""

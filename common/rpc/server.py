@@ -15,7 +15,6 @@ from common.telemetry import Telemetry
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # or two servers would share a port without a word
     # Clients ping every 30 s, also without calls: that is no abuse.
     ("grpc.keepalive_permit_without_calls", 1),
@@ -79,7 +78,13 @@ class Server:
         await self.grpc.stop(grace_seconds)
 
 
-def make_server(*, telemetry: Telemetry | None = None, tls: TlsOptions | None = None) -> Server:
-    """A server for this service's telemetry; without one, handlers use the current one."""
-    inner = grpc.aio.server(interceptors=[ServerInterceptor(telemetry)], options=_OPTIONS)
+def make_server(
+    *, telemetry: Telemetry | None = None, tls: TlsOptions | None = None, receive_bytes: int = MAX_MESSAGE_BYTES
+) -> Server:
+    """A server for this service's telemetry; without one, handlers use the current one.
+
+    receive_bytes: of a message at most; a larger one is refused by gRPC with RESOURCE_EXHAUSTED and both sizes.
+    """
+    options = (*_OPTIONS, ("grpc.max_receive_message_length", receive_bytes))
+    inner = grpc.aio.server(interceptors=[ServerInterceptor(telemetry)], options=options)
     return Server(inner, tls)

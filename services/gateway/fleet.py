@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from common.errors import NoWorkers
 from common.metrics import Metrics
+from common.policies.encoding import ENCODE
 from common.policies.routing import DECODE, PREFILL, WorkerView
 from common.registry.record import PROTOCOL_VERSION, WorkerRecord
 from common.rpc.channel import KEEPALIVE_SECONDS, connect
@@ -29,7 +30,9 @@ class Fleet:
     ) -> None:
         self._workers: dict[str, Worker] = {}
         self._metrics = metrics
-        self._connect = functools.partial(connect, tls=tls, keepalive_seconds=keepalive_seconds)
+        # What goes to encode workers is as large as what clients may send.
+        sizes = (("grpc.max_send_message_length", -1),)
+        self._connect = functools.partial(connect, tls=tls, keepalive_seconds=keepalive_seconds, options=sizes)
         self._changed = asyncio.Event()
         self._load_changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -62,8 +65,13 @@ class Fleet:
         return [worker.view() for worker in self._workers.values() if worker.record.model == model and worker.routable]
 
     def records(self, model: str) -> list[WorkerRecord]:
-        """Records of a model's routable workers, else of all its workers: for limits that hold in either case."""
-        named = [worker for worker in self._workers.values() if worker.record.model == model]
+        """Records of a model's routable workers, else of all its workers: for limits that hold in either case. Workers
+        that only encode images set no limits of prompts."""
+        named = [
+            worker
+            for worker in self._workers.values()
+            if worker.record.model == model and {PREFILL, DECODE} & set(worker.record.roles)
+        ]
         return [worker.record for worker in named if worker.routable] or [worker.record for worker in named]
 
     def model_roles(self) -> dict[str, dict[str, list[WorkerRecord]]]:
@@ -71,7 +79,7 @@ class Fleet:
         found: dict[str, dict[str, list[WorkerRecord]]] = {}
         for worker in self._workers.values():
             if worker.routable:
-                roles = found.setdefault(worker.record.model, {PREFILL: [], DECODE: []})
+                roles = found.setdefault(worker.record.model, {PREFILL: [], DECODE: [], ENCODE: []})
                 for role in worker.record.roles:
                     if role in roles:
                         roles[role].append(worker.record)

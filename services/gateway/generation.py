@@ -125,7 +125,7 @@ class _Life:
         mesh, line = self._mesh, self._line
         with contextlib.ExitStack() as stack:
             with telemetry.start_span(telemetry.GATEWAY_ADMIT):
-                stack.enter_context(mesh.admission.admit(self._tenant, self._label))
+                stack.enter_context(mesh.admission.admit(self._tenant, self._label, self._request.ByteSize()))
             line.admitted = self._loop.time()
             with telemetry.start_span(telemetry.GATEWAY_PREPROCESS):
                 prepared = self._prepared = await mesh.preprocessor.prepare(self._request, self._tenant)
@@ -163,6 +163,7 @@ class _Life:
             prompt_tokens=len(prepared.prompt),
             completion_tokens=sum(tokens),
             cached_tokens=min(account.cached_tokens, len(prepared.prompt)),
+            image_tokens=sum(item.rows for item in prepared.media),
         )
         self._conclude(span, account, usage, prepared)
         self._final = generation_pb2.GenerateResponse(

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from common import telemetry
 from common.errors import EpdError, InvalidArgument
 from common.metrics import CONTENT_TYPE
-from common.rpc.channel import MAX_MESSAGE_BYTES
 from common.rpc.errors import from_exception
 from common.telemetry import Telemetry
 from epd.v1 import generation_pb2, trace_pb2
@@ -37,6 +36,7 @@ class HttpEdge:
         self._fleet = fleet
         self._traces = traces
         self._telemetry = tel
+        self._max_body_bytes = generator.settings.media.message_bytes
         # Bodies are parsed by msgspec and answers written by it, so there is no schema for FastAPI to show.
         app = self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
@@ -56,11 +56,11 @@ class HttpEdge:
         app.add_exception_handler(Exception, _on_any)
 
     async def chat(self, request: Request) -> Response:
-        body = parse(await _body(request), ChatBody)
+        body = parse(await _body(request, self._max_body_bytes), ChatBody)
         return await self._answer(request, body, [chat_request(body)])
 
     async def completions(self, request: Request) -> Response:
-        body = parse(await _body(request), CompletionBody)
+        body = parse(await _body(request, self._max_body_bytes), CompletionBody)
         return await self._answer(request, body, completion_requests(body))
 
     async def _answer(
@@ -168,12 +168,12 @@ async def _events(
             yield event(error_json(from_exception(error) or _INTERNAL))
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, most: int) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > MAX_MESSAGE_BYTES:
-            raise HTTPException(413, f"the body must have at most {MAX_MESSAGE_BYTES} bytes")
+        if len(body) > most:
+            raise HTTPException(413, f"the body must have at most {most} bytes")
     return bytes(body)
 
 
@@ -198,6 +198,7 @@ def _model(model: generation_pb2.Model) -> dict[str, object]:
         "owned_by": "epd-mesh",
         "max_model_len": model.max_context_tokens,
         "dtype": model.dtype,
+        "images": model.images,
     }
 
 

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import logging
 import signal
+from pathlib import Path
 
 from common import telemetry
 from common.errors import InvalidArgument
+from common.media.remote import RemoteImages
 from common.models.tokenizer import Tokenizer
+from common.models.vision.spec import VisionSpec
 from common.registry.etcd import EtcdRegistry
 from common.rpc.lag import LoopLag
 from common.rpc.server import Server, make_server
@@ -59,7 +62,8 @@ class Gateway:
         return self._http.address
 
     async def start(self) -> None:
-        """Returns once requests can be sent. Raises AddressTaken, InvalidArgument (a tokenizer), Unavailable (etcd)."""
+        """Returns once requests can be sent. Raises AddressTaken, InvalidArgument (a model's files, a setting),
+        Unavailable (etcd)."""
         try:
             await self._start()
         except BaseException:
@@ -72,12 +76,18 @@ class Gateway:
         self.lag.start()
         cleanup.push_async_callback(self.lag.stop)
         tokenizers = {name: await asyncio.to_thread(_load, name, path) for name, path in settings.models.items()}
+        specs = {name: await asyncio.to_thread(_load_vision, path) for name, path in settings.models.items()}
+        remote = RemoteImages(settings.remote, settings.media)
+        cleanup.push_async_callback(remote.close)
         self.fleet = Fleet(tel.metrics, settings.worker_tls, settings.keepalive_seconds)
         cleanup.push_async_callback(self.fleet.close)
-        self.admission = Admission(settings.max_in_flight, settings.max_per_tenant)
+        self.admission = Admission(settings.max_in_flight, settings.max_per_tenant, settings.max_in_flight_bytes)
         preprocessor = Preprocessor(
             tokenizers,
             self.fleet,
+            specs={name: spec for name, spec in specs.items() if spec is not None},
+            limits=settings.media,
+            remote=remote,
             threads=settings.tokenizer_threads,
             salt_secret=settings.salt_secret,
             wait_seconds=settings.route_wait_seconds,
@@ -87,7 +97,7 @@ class Gateway:
         self.generator = Generator(self.admission, preprocessor, orchestrator, settings, tel)
         traces = MeshTraceService(self.store, self.fleet)
 
-        server = self._server = make_server(telemetry=tel, tls=settings.tls)
+        server = self._server = make_server(telemetry=tel, tls=settings.tls, receive_bytes=settings.media.message_bytes)
         service = GenerationService(self.generator, self.fleet)
         server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, GENERATION_SERVICE)
         server.add(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces, "epd.v1.TraceService")
@@ -137,6 +147,11 @@ async def run_gateway(settings: GatewaySettings) -> None:
         await asyncio.gather(drained, hurried, return_exceptions=True)
     finally:
         await gateway.stop()
+
+
+def _load_vision(path: str) -> VisionSpec | None:
+    """None for a text model. Of those the gateway needs no more than the tokenizer's files."""
+    return VisionSpec.read(path) if (Path(path) / "config.json").is_file() else None
 
 
 def _load(name: str, path: str) -> Tokenizer:

@@ -154,6 +154,7 @@ class Answer:
             self.usage.prompt_tokens += response.usage.prompt_tokens
             self.usage.completion_tokens += response.usage.completion_tokens
             self.usage.cached_tokens += response.usage.cached_tokens
+            self.usage.image_tokens += response.usage.image_tokens
         if response.HasField("accounting"):
             self.accounts.append(response.accounting)
 
@@ -164,7 +165,8 @@ class Answer:
                 "prompt_tokens": self.usage.prompt_tokens,
                 "completion_tokens": self.usage.completion_tokens,
                 "total_tokens": self.usage.prompt_tokens + self.usage.completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens},
+                "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens}
+                | ({"image_tokens": self.usage.image_tokens} if self.usage.image_tokens else {}),
             }
         if timing:
             timings = [timing_json(account) for account in self.accounts]

@@ -18,6 +18,7 @@ _MAX_UINT32 = 2**32 - 1
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"required field `([^`]*)`")
+_IN_MESSAGES = re.compile(r"at `\$\.messages\[\.\.\.\]")
 _PATH = re.compile(r"at `\$\.?([^`\[.]*)")
 
 
@@ -75,9 +76,19 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     text: str
 
 
+class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    # Accepted and without effect: the model's own processor decides on the size.
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | ImagePart] | None = None
     name: str | None = None
     refusal: str | None = None
 
@@ -104,15 +115,31 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)
+        where = _which_part(body) if _IN_MESSAGES.search(message) else ""
         if found := _UNKNOWN.search(message):
-            raise InvalidArgument(f"unknown parameter {found[1]!r}", field=found[1]) from None
+            told = f"{where}: unknown parameter {found[1]!r}" if where else f"unknown parameter {found[1]!r}"
+            raise InvalidArgument(told, field=where or found[1]) from None
         if found := _MISSING.search(message):
-            raise InvalidArgument(f"{found[1]} is required", field=found[1]) from None
+            told = f"{where}: {found[1]} is required" if where else f"{found[1]} is required"
+            raise InvalidArgument(told, field=where or found[1]) from None
         found = _PATH.search(message)
-        field = found[1] if found else ""
+        field = where or (found[1] if found else "")
         raise InvalidArgument(f"{field or 'body'}: {message.partition(' - at')[0]}", field=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidArgument("the body is not valid JSON", field="") from None
+
+
+def _which_part(body: bytes) -> str:
+    """Where the first content part is that does not fit, which msgspec does not say; empty when it is none of them."""
+    messages = msgspec.json.decode(body)["messages"]
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            try:
+                msgspec.convert(part, TextPart | ImagePart)
+            except msgspec.ValidationError:
+                return f"messages[{i}].content[{j}]"
+    return ""
 
 
 def chat_request(body: ChatBody) -> generation_pb2.GenerateRequest:
@@ -133,9 +160,11 @@ def chat_request(body: ChatBody) -> generation_pb2.GenerateRequest:
         added = request.chat.messages.add(role=message.role)
         if message.content is None:
             raise InvalidArgument("messages: content is required", field="messages")
-        texts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
-        for text in texts:
-            added.content.add(text=_unicode(text, "messages"))
+        for part in [TextPart(message.content)] if isinstance(message.content, str) else message.content:
+            if isinstance(part, TextPart):
+                added.content.add(text=_unicode(part.text, "messages"))
+            else:
+                added.content.add().image.url = _unicode(part.image_url.url, "messages")
     if not body.messages:
         raise InvalidArgument("messages must not be empty", field="messages")
     return request

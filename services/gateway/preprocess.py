@@ -11,14 +11,19 @@ import msgspec
 
 from common.cache.keys import block_keys, root_key
 from common.errors import ContextTooLong, InvalidArgument, ModelNotFound, NeverFits
+from common.media.limits import MediaLimits
+from common.media.remote import RemoteImages
 from common.models.tokenizer import Tokenizer
+from common.models.vision.spec import VisionSpec
 from common.policies.routing import RouteRequest, blocks_needed
 from common.registry.record import WorkerRecord
 from common.rpc import wire
 from common.sampling import MAX_CHOICES, SamplingParams
 from epd.v1 import generation_pb2, types_pb2
+from services.gateway import media
 from services.gateway.fleet import Fleet
-from services.gateway.media import MediaItem
+from services.gateway.media import MediaItem, Source
+from services.gateway.prompt import prompt_ids
 from services.gateway.worker import keys_id
 
 MAX_STOPS = 16
@@ -67,12 +72,25 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preprocessor:
-    """Tokenizers run in threads, off the event loop."""
+    """Tokenizers and whatever reads images run in threads, off the event loop."""
 
     def __init__(
-        self, tokenizers: Mapping[str, Tokenizer], fleet: Fleet, *, threads: int, salt_secret: str, wait_seconds: float
+        self,
+        tokenizers: Mapping[str, Tokenizer],
+        fleet: Fleet,
+        *,
+        specs: Mapping[str, VisionSpec],
+        limits: MediaLimits,
+        remote: RemoteImages,
+        threads: int,
+        salt_secret: str,
+        wait_seconds: float,
     ) -> None:
+        """specs: of the models that take images, by name."""
         self.tokenizers = tokenizers
+        self.specs = specs
+        self._limits = limits
+        self._remote = remote
         self._fleet = fleet
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._salt_secret = salt_secret.encode()
@@ -99,15 +117,19 @@ class Preprocessor:
         """Raises InvalidArgument (ContextTooLong, NeverFits) naming field and limits, ModelNotFound, NoWorkers."""
         model = self.model(request.model)
         check_parameters(request)
+        images = media.sources(request)
+        if images and model not in self.specs:
+            raise InvalidArgument(f"{images[0].field}: model {model} takes no images", field=images[0].field)
+        self._limits.check_count(len(images), "images")
         sampling = wire.sampling_from_proto(request.sampling)
         if not request.sampling.HasField("seed"):
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
         records = self._fleet.records(model) or await self._fleet.wait_for_records(model, self._wait_seconds)
         sampling.validate(min(record.vocab_size for record in records))
         salt = hmac.new(self._salt_secret, tenant.encode(), hashlib.sha256).digest() if self._salt_secret else b""
-        tokenizer = self.tokenizers[model]
-        prompt, keys = await asyncio.get_running_loop().run_in_executor(
-            self._pool, _tokens_and_keys, request, tokenizer, records, salt
+        fetched = await media.fetch(images, self._remote)
+        prompt, found, keys = await asyncio.get_running_loop().run_in_executor(
+            self._pool, self._read, request, model, images, fetched, records, salt
         )
         n = request.n if request.HasField("n") else 1
         check_limits(prompt, n, sampling, records)
@@ -117,8 +139,9 @@ class Preprocessor:
             model=model,
             tenant=tenant,
             salt=salt,
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizers[model],
             prompt=prompt,
+            media=found,
             sampling=sampling,
             sampling_proto=wire.sampling_to_proto(sampling),
             n=n,
@@ -130,6 +153,31 @@ class Preprocessor:
             stream_interval=request.stream_interval or 1,
             block_keys=keys,
         )
+
+    def _read(
+        self,
+        request: generation_pb2.GenerateRequest,
+        model: str,
+        images: Sequence[Source],
+        fetched: Mapping[int, bytes],
+        records: Sequence[WorkerRecord],
+        salt: bytes,
+    ) -> tuple[list[int], tuple[MediaItem, ...], dict[str, list[bytes]]]:
+        """Runs in a thread. Token ids, images in their places, and block keys by what names blocks alike: model,
+        revision, block size."""
+        spec = self.specs.get(model)
+        pictures = media.read(images, fetched, self._limits)
+        sizes = [picture.size for picture in pictures]
+        prompt = prompt_ids(request, self.tokenizers[model], spec, sizes)
+        found: tuple[MediaItem, ...] = ()
+        if spec is not None:
+            found = media.items(pictures, spec.place(prompt, sizes, field="prompt"), spec.options, salt)
+        keys: dict[str, list[bytes]] = {}
+        for layout in {keys_id(record.layout): record.layout for record in records}.values():
+            root = root_key(layout.model, layout.revision, salt)
+            spans = [item.span for item in found]
+            keys[keys_id(layout)] = block_keys(root, prompt, layout.block_size, media=spans)
+        return prompt, found, keys
 
 
 def check_parameters(request: generation_pb2.GenerateRequest) -> None:
@@ -188,33 +236,6 @@ def _sure_tokens(sampling: SamplingParams) -> int:
     if sampling.ignore_eos and sampling.max_tokens is not None and not sampling.stop_token_ids:
         return sampling.max_tokens
     return sampling.min_tokens
-
-
-def _tokens_and_keys(
-    request: generation_pb2.GenerateRequest, tokenizer: Tokenizer, records: Sequence[WorkerRecord], salt: bytes
-) -> tuple[list[int], dict[str, list[bytes]]]:
-    """Runs in a thread. Block keys by what names blocks alike: model, revision, block size."""
-    prompt = _token_ids(request, tokenizer)
-    keys: dict[str, list[bytes]] = {}
-    for layout in {keys_id(record.layout): record.layout for record in records}.values():
-        root = root_key(layout.model, layout.revision, salt)
-        keys[keys_id(layout)] = block_keys(root, prompt, layout.block_size)
-    return prompt, keys
-
-
-def _token_ids(request: generation_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
-    match request.WhichOneof("prompt"):
-        case "text":
-            special = not request.HasField("add_special_tokens") or request.add_special_tokens
-            return tokenizer.encode(request.text, add_special_tokens=special)
-        case "token_ids":
-            return list(request.token_ids.ids)
-        case _:
-            messages = [
-                {"role": message.role, "content": "".join(part.text for part in message.content)}
-                for message in request.chat.messages
-            ]
-            return tokenizer.encode_chat(messages)
 
 
 def _check_chat(chat: generation_pb2.Chat) -> None:

@@ -7,6 +7,7 @@ from contextlib import aclosing
 import grpc
 
 from common.errors import EpdError, InvalidArgument, UnknownId
+from common.policies.encoding import ENCODE
 from common.policies.routing import DECODE, PREFILL
 from common.rpc import deadline
 from common.rpc.trace_service import find_trace_id, to_proto
@@ -69,6 +70,8 @@ def list_models(generator: Generator, fleet: Fleet) -> list[generation_pb2.Model
                     dtype=records[0].layout.dtype,
                     prefill_workers=len(roles[PREFILL]),
                     decode_workers=len(roles[DECODE]),
+                    encode_workers=len(roles[ENCODE]),
+                    images=model in generator.preprocessor.specs,
                 )
             )
     return found

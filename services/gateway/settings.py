@@ -2,6 +2,8 @@
 
 import msgspec
 
+from common.media.limits import MIB, MediaLimits
+from common.media.remote import RemoteSettings
 from common.policies.routing import RoutingPolicy
 from common.policies.slo import SloTarget
 from common.registry.settings import EtcdSettings
@@ -19,6 +21,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     salt_secret: str = ""  # tenant salts derive from it; empty: no salt. Gateways of one mesh share it
     max_in_flight: int = 256  # requests at once; more are refused with Overloaded
     max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own
+    max_in_flight_bytes: int = 1024 * MIB  # of those, as they were sent: images stay in memory for another attempt
+    media: MediaLimits = MediaLimits()  # of images; also bounds the size of a message and of an HTTP body
+    remote: RemoteSettings = RemoteSettings()  # images by URL: off
     default_timeout_seconds: float = 600.0  # of requests that come without a deadline, and the longest
     max_attempts: int = 5
     first_byte_seconds: float = 5.0  # for a worker to accept a call

@@ -236,7 +236,10 @@ async def test_extensions_reach_the_workers(mesh: Mesh, http: httpx.AsyncClient)
         ("nonsense", {"nonsense": 1}),
         ("tools", {"tools": []}),
         ("messages", {"messages": []}),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+        (
+            "messages[0].content[0]",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        ),
         ("top_logprobs", {"top_logprobs": 3}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 30}),
         ("response_format", {"response_format": {"type": "json_object"}}),
