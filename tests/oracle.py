@@ -91,17 +91,8 @@ def generate_with_images(
     prompt: text with one marker an image, as a chat template renders it (no special tokens are added), or token ids in
     which the images are expanded already. images: RGB.
     """
-    ids = torch.tensor([expanded_ids(checkpoint, prompt, images) if isinstance(prompt, str) else list(prompt)])
-    model = reference_vlm(checkpoint)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if images:
-        stock = image_inputs(checkpoint, images)
-        inputs |= {name: stock[name] for name in _MODEL_INPUTS if name in stock}
-    kinds = (ids == model.config.image_token_id).long()
-    if model.config.model_type == "gemma3":
-        inputs["token_type_ids"] = kinds
-    elif "image_grid_thw" in inputs:
-        inputs["mm_token_type_ids"] = kinds
+    ids = expanded_ids(checkpoint, prompt, images) if isinstance(prompt, str) else list(prompt)
+    model, inputs = reference_vlm(checkpoint), model_inputs(checkpoint, ids, images)
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_tokens,
@@ -112,10 +103,23 @@ def generate_with_images(
     )
     model.generation_config = config
     with torch.inference_mode():
-        return _clear_tokens(model.generate(**inputs, generation_config=config), ids.shape[1])
+        return _clear_tokens(model.generate(**inputs, generation_config=config), len(ids))
 
 
-_MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+def model_inputs(checkpoint: Path, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    """What the whole model takes of a prompt in which the images are expanded."""
+    tokens, config = torch.tensor([list(ids)]), reference_vlm(checkpoint).config
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if images:
+        stock = image_inputs(checkpoint, images)
+        names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+        inputs |= {name: stock[name] for name in names if name in stock}
+    kinds = (tokens == config.image_token_id).long()
+    if config.model_type == "gemma3":
+        inputs["token_type_ids"] = kinds
+    elif "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = kinds
+    return inputs
 
 
 @cache
