@@ -1,19 +1,15 @@
-"""EngineProcess: an engine apart from the event loop, with its streams and its pool."""
+"""EngineProcess: an engine apart from the event loop, with its streams and its pools."""
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
-import sys
-import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import common
 import common.engine.messages as msg
 from common.cache.keys import EmbeddingLayout, KvLayout
+from common.engine.child import ComputeProcess
 from common.engine.dtype import resolve_dtype
 from common.engine.embedding_pool import create_embedding_pool
 from common.engine.settings import EngineSettings
@@ -22,12 +18,6 @@ from common.engine.wire import Launch, encode, event_reader
 from common.errors import DuplicateRequest, EngineFailed
 from common.models.config import embedding_layout, kv_layout
 from common.transfer.pool_memory import PoolMemory
-
-log = logging.getLogger(__name__)
-
-READY_TIMEOUT_SECONDS = 600.0  # a large model from a cold disk
-CLOSE_TIMEOUT_SECONDS = 5.0
-
 
 _NO_LOAD = msg.LoadReport(
     running=0,
@@ -42,20 +32,19 @@ _NO_LOAD = msg.LoadReport(
 )
 
 
-class EngineProcess(asyncio.Protocol):
+class EngineProcess(ComputeProcess):
     """Implements common.engine.client.Engine; made by `launch`. All methods belong to the event loop that launched
     it."""
 
     ready: msg.Ready
 
     def __init__(self, settings: EngineSettings, layout: KvLayout, embedding_layout: EmbeddingLayout | None) -> None:
+        super().__init__()
         self.settings = settings
         self.layout, self.embedding_layout = layout, embedding_layout
         self.pool = PoolMemory.create(layout.num_layers, settings.num_blocks, layout.unit_bytes)
         self.embeddings = create_embedding_pool(settings, embedding_layout)
         self.load = _NO_LOAD
-        self.pid: int | None = None
-        self._loop = asyncio.get_running_loop()
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader = event_reader()
         self._streams: dict[str, SequenceStream] = {}
@@ -65,13 +54,6 @@ class EngineProcess(asyncio.Protocol):
         self._inspection = 0
         self._on_blocks: list[Callable[[msg.Blocks], None]] = []
         self._on_load: list[Callable[[msg.LoadReport], None]] = []
-        self._transport: asyncio.WriteTransport | None = None
-        self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._lost: asyncio.Future[None] = self._loop.create_future()
-        self._closed: asyncio.Future[str] = self._loop.create_future()
-        self._process: asyncio.subprocess.Process | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._thread_cause = ""
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
@@ -85,80 +67,28 @@ class EngineProcess(asyncio.Protocol):
         settings = resolve_dtype(settings)
         layouts = await asyncio.to_thread(lambda: (kv_layout(settings), embedding_layout(settings)))
         engine = cls(settings, *layouts)
-        ours, theirs = socket.socketpair()
+        engine._loop.add_reader(engine._doorbell, engine._rung)
+        launch = Launch(settings, *layouts)
+        fds = [engine._doorbell, engine.pool.fd]
+        if engine.embeddings is not None:
+            fds.append(engine.embeddings.read_only_fd())
+
+        def run(sock: socket.socket) -> None:
+            from common.engine.loop import run_engine
+
+            run_engine(sock, engine._doorbell, launch, engine.pool, engine.embeddings)
+
         try:
-            ours.setblocking(False)
-            engine._loop.add_reader(engine._doorbell, engine._rung)
-            await engine._loop.create_unix_connection(lambda: engine, sock=ours)
-            if in_thread:
-                engine._start_thread(theirs)
-            else:
-                await engine._start_process(theirs)
-            engine._supervisor = asyncio.create_task(engine._supervise())
-            either: list[asyncio.Future[Any]] = [engine._ready, engine._closed]
-            await asyncio.wait(either, timeout=READY_TIMEOUT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not engine._ready.done():
-                cause = engine._closed.result() if engine._closed.done() else "it took too long"
-                raise EngineFailed(f"the engine did not start: {cause}")
-        except BaseException:
-            await engine.close()
-            raise
+            await engine._start("common.engine", fds, launch.encode(), settings.threads, run if in_thread else None)
+        finally:
+            if engine.embeddings is not None:
+                os.close(fds[-1])
         return engine
 
-    async def _start_process(self, theirs: socket.socket) -> None:
-        fds = [theirs.fileno(), self._doorbell, self.pool.fd]
-        if self.embeddings is not None:
-            fds.append(self.embeddings.read_only_fd())
-        root = str(Path(next(iter(common.__path__))).parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        threads = str(self.settings.threads)
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "common.engine",
-                *map(str, fds),
-                pass_fds=fds,
-                stdin=asyncio.subprocess.DEVNULL,
-                env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads},
-            )
-        finally:
-            if self.embeddings is not None:
-                os.close(fds[-1])
-        self.pid = self._process.pid
-        theirs.close()
-        assert self._transport is not None
-        self._transport.write(self._launch().encode())
+    def _shutdown_frame(self) -> bytes:
+        return encode([msg.Shutdown()])
 
-    def _launch(self) -> Launch:
-        return Launch(self.settings, self.layout, self.embedding_layout)
-
-    def _start_thread(self, theirs: socket.socket) -> None:
-        from common.engine.loop import run_engine
-
-        def run() -> None:
-            with theirs:
-                try:
-                    run_engine(theirs, self._doorbell, self._launch(), self.pool, self.embeddings)
-                except Exception as error:  # what would end a process must not end this one
-                    self._thread_cause = f"{type(error).__name__} in the engine's thread"
-                    log.exception("the engine's thread failed")
-
-        threading.Thread(target=run, name="epd-engine", daemon=True).start()
-
-    async def _supervise(self) -> None:
-        """Waits for the engine's end and tells everybody who waits for it."""
-        await self._lost
-        cause = self._thread_cause or "the engine's thread ended"
-        if self._process is not None:
-            # It has closed its socket, so it is ending; what hangs in that is killed.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_SECONDS)
-            if self._process.returncode is None:
-                self._process.kill()
-                await self._process.wait()
-            cause = f"the engine process ended with code {self._process.returncode}"
-        error = EngineFailed(cause)
+    def _fail_waiting(self, error: EngineFailed) -> None:
         for seq, stream in list(self._streams.items()):
             stream.put(msg.Failed(seq=seq, reason=error.reason, message=error.message))
         self._streams.clear()
@@ -170,32 +100,13 @@ class EngineProcess(asyncio.Protocol):
         self._inspections.clear()
         self._loop.remove_reader(self._doorbell)
         os.close(self._doorbell)
-        self._closed.set_result(cause)
-
-    async def closed(self) -> str:
-        return await asyncio.shield(self._closed)
 
     async def close(self) -> None:
-        """Ends the engine within bounds: Shutdown, then SIGTERM, then SIGKILL. Idempotent."""
-        if self._supervisor is not None:
-            self.send(msg.Shutdown())
-            if not await self._ended(CLOSE_TIMEOUT_SECONDS) and self._process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.terminate()
-                if not await self._ended(CLOSE_TIMEOUT_SECONDS):
-                    with contextlib.suppress(ProcessLookupError):
-                        self._process.kill()
-        if self._transport is not None:
-            self._transport.abort()
-        if self._supervisor is not None:
-            await self._ended(2 * CLOSE_TIMEOUT_SECONDS)
+        """Ends the engine within bounds. Idempotent."""
+        await super().close()
         self.pool.close()
         if self.embeddings is not None:
             self.embeddings.close()
-
-    async def _ended(self, timeout: float) -> bool:
-        await asyncio.wait([self._closed], timeout=timeout)
-        return self._closed.done()
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
@@ -214,8 +125,7 @@ class EngineProcess(asyncio.Protocol):
     def send(self, command: msg.AnyCommand) -> None:
         if isinstance(command, msg.Cancel) and (stream := self._streams.pop(command.seq, None)):
             stream.end()
-        if self._transport is not None and not self._lost.done():
-            self._transport.write(encode([command]))
+        self._write(encode([command]))
 
     async def embeddings_freed(self, seq: str) -> None:
         await self._readers.wait(seq)
@@ -251,14 +161,6 @@ class EngineProcess(asyncio.Protocol):
         return await future
 
     # --- the socket's events ----------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self._lost.done():
-            self._lost.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         for event in self._reader.feed(data):
