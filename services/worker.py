@@ -1,22 +1,17 @@
-"""One worker process: an engine and the services of its roles. Both roles in one is the aggregated form."""
+"""One worker process: what it computes with and the services of its roles. Several in one: the aggregated form."""
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import signal
 import socket
-import tempfile
 
 import msgspec
 
 from common import telemetry
-from common.engine.process import EngineProcess
 from common.errors import EngineFailed, InvalidArgument
 from common.registry.etcd import EtcdRegistry
-from common.registry.record import WorkerRecord
-from common.rpc.channel import connect
 from common.rpc.lag import LoopLag
 from common.rpc.server import Server, make_server
 from common.rpc.trace_service import TraceService
@@ -24,20 +19,23 @@ from common.rpc.worker_context import WorkerContext, new_incarnation
 from common.rpc.worker_service import WorkerService
 from common.span_store import SpanStore
 from common.tasks import first
-from common.transfer.channel_shm import ShmServer
 from common.transfer.key import Identity
-from common.transfer.publications import PublicationTable
-from common.transfer.puller import Puller
-from common.transfer.service import TransferService
-from common.transfer.tables import PublicationTables
-from epd.v1 import decode_pb2_grpc, prefill_pb2_grpc, trace_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
+from epd.v1 import (
+    decode_pb2_grpc,
+    encode_pb2_grpc,
+    prefill_pb2_grpc,
+    trace_pb2_grpc,
+    transfer_pb2_grpc,
+    worker_pb2_grpc,
+)
 from services.decode.service import DecodeService
+from services.encode.service import EncodeService
 from services.prefill.service import PrefillService
+from services.worker_parts import DECODE, ENCODE, PREFILL, ROLES, Computing, Transfers, describe
 from services.worker_settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-ROLES = ("prefill", "decode")
 _LAST_SECONDS = 2.0  # for cancelled calls to tell their callers, after the drain
 
 
@@ -58,10 +56,10 @@ class Worker:
             instance_id=settings.worker_id,
         )
         self.lag = LoopLag(self.telemetry.metrics)
-        self.engine: EngineProcess
+        self.computing: Computing
+        self.transfers: Transfers
         self.context: WorkerContext
         self._server: Server
-        self._publications: PublicationTable
         self._service: WorkerService
         self._exit = contextlib.AsyncExitStack()
 
@@ -83,66 +81,27 @@ class Worker:
         cleanup.push_async_callback(tel.shutdown)
         self.lag.start()
         cleanup.push_async_callback(self.lag.stop)
-        engine = self.engine = await EngineProcess.launch(settings.engine, in_thread=settings.engine_in_thread)
-        cleanup.push_async_callback(engine.close)
+        computing = self.computing = await Computing.launch(settings, cleanup)
 
-        server = self._server = make_server(telemetry=tel)
+        server = self._server = make_server(telemetry=tel, receive_bytes=settings.encoder.media.message_bytes)
         # Replicas in containers share roles and process ids, not host names.
         default_id = f"{'-'.join(settings.roles)}-{socket.gethostname()}-{os.getpid()}"
         identity = Identity(settings.worker_id or default_id, new_incarnation())
-        publications = self._publications = PublicationTable(
-            identity, engine, overlap=settings.pull_overlap, limits=settings.handoff
-        )
-        tables = PublicationTables(kv=publications)
-        # Shared by all workers of this host and user: how they find out that they are neighbours.
-        run_dir = settings.run_dir or os.path.join(tempfile.gettempdir(), f"epd-{os.geteuid()}")
-        shm: ShmServer | None = None
-        if "shm" in settings.channels:
-            shm = ShmServer(run_dir, tables)
-            await shm.start()
-            cleanup.push_async_callback(shm.stop)
-        puller = Puller(
-            identity,
-            engine.pool,
-            engine.layout,
-            functools.partial(connect, keepalive_seconds=settings.keepalive_seconds),
-            channels=settings.channels,
-            run_dir=run_dir,
-            bytes_per_second=settings.throttle_bytes_per_second,
-            limits=settings.handoff,
-        )
-        cleanup.push_async_callback(puller.close)
-        record = WorkerRecord(
-            worker_id=identity.worker_id,
-            incarnation=identity.incarnation,
-            roles=settings.roles,
-            address=f"{settings.reachable_host}:{settings.port}",
-            model=engine.layout.model,
-            layout=engine.layout,
-            max_context=engine.ready.max_context,
-            vocab_size=engine.ready.vocab_size,
-            num_blocks=settings.engine.num_blocks,
-            executor=engine.ready.executor,
-        )
-        self.context = context = WorkerContext(record, engine)
+        transfers = self.transfers = Transfers(settings, computing, identity)
+        await transfers.start(cleanup)
+        record = await describe(settings, computing, identity)
+        self.context = context = WorkerContext(record, computing.engine, computing.encoder)
         self._service = WorkerService(
             context,
-            open_publications=lambda: publications.open_publications,
-            open_pulls=lambda: puller.open_pulls,
+            open_publications=lambda: transfers.tables.open_publications,
+            open_pulls=lambda: transfers.open_pulls,
             open_spans=lambda: tel.open_spans,
             loop_lag_p99=lambda: self.lag.p99,
         )
         add = server.add
         add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._service, "epd.v1.WorkerService")
         add(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceService(self.store), "epd.v1.TraceService")
-        if "prefill" in settings.roles:
-            transfer = TransferService(tables, channels=settings.channels, nonce=shm.nonce if shm else b"")
-            add(transfer_pb2_grpc.add_TransferServiceServicer_to_server, transfer, "epd.v1.TransferService")
-            prefill = PrefillService(context, publications)
-            add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill, "epd.v1.PrefillService")
-        if "decode" in settings.roles:
-            decode = DecodeService(context, puller)
-            add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode, "epd.v1.DecodeService")
+        self._add_roles()
         port = await server.start(f"{settings.host}:{settings.port}")
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
         context.record = msgspec.structs.replace(record, address=f"{settings.reachable_host}:{port}")
@@ -159,6 +118,21 @@ class Worker:
         )
         log.info("worker %s: %s on %s", identity, "+".join(settings.roles), self.address)
 
+    def _add_roles(self) -> None:
+        settings, context, transfers, add = self.settings, self.context, self.transfers, self._server.add
+        kv, embeddings = transfers.tables.kv, transfers.tables.embeddings
+        if {ENCODE, PREFILL} & set(settings.roles):
+            add(transfer_pb2_grpc.add_TransferServiceServicer_to_server, transfers.service, "epd.v1.TransferService")
+        if ENCODE in settings.roles and embeddings is not None:
+            encode = EncodeService(context, embeddings)
+            add(encode_pb2_grpc.add_EncodeServiceServicer_to_server, encode, "epd.v1.EncodeService")
+        if PREFILL in settings.roles and kv is not None:
+            prefill = PrefillService(context, kv, transfers.embeddings)
+            add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill, "epd.v1.PrefillService")
+        if DECODE in settings.roles and transfers.puller is not None:
+            decode = DecodeService(context, transfers.puller, transfers.embeddings)
+            add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode, "epd.v1.DecodeService")
+
     def _on_alive(self, alive: bool) -> None:
         """Not listed means not ready: health says so until the registration is back (cases B1, B2)."""
         self._listed = asyncio.ensure_future(self._server.set_serving(alive and not self.context.draining))
@@ -173,7 +147,7 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_seconds):
                 await self.context.idle()
-                await self._publications.idle()  # prompts that decode workers are still pulling
+                await self.transfers.tables.idle()  # prompts that decode workers are still pulling
 
     async def stop(self) -> None:
         """At once; `drain` first to be kind."""
@@ -183,7 +157,7 @@ class Worker:
 async def run_worker(settings: WorkerSettings) -> None:
     """Serves until SIGTERM or SIGINT, then drains and stops; a second signal skips the drain.
 
-    Raises EngineFailed when the engine ends by itself: whoever started this process starts another.
+    Raises EngineFailed when engine or encoder end by themselves: whoever started this process starts another.
     """
     worker = Worker(settings)
     loop = asyncio.get_running_loop()
@@ -192,8 +166,8 @@ async def run_worker(settings: WorkerSettings) -> None:
         loop.add_signal_handler(number, lambda: again.set() if asked.is_set() else asked.set())
     await worker.start()
     try:
-        if await first(asked.wait(), worker.engine.closed()) == 1:
-            raise EngineFailed("the engine ended; see the log above")
+        if await first(asked.wait(), worker.computing.closed()) == 1:
+            raise EngineFailed("engine or encoder ended; see the log above")
         await first(worker.drain(), again.wait())
     finally:
         await worker.stop()

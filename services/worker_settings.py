@@ -4,6 +4,7 @@ import socket
 
 import msgspec
 
+from common.encoder.settings import EncoderSettings
 from common.engine.settings import EngineSettings
 from common.policies.handoff.terms import HandoffLimits
 from common.registry.settings import EtcdSettings
@@ -13,10 +14,11 @@ from common.rpc.channel import KEEPALIVE_SECONDS
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All knobs of one worker process; see docs for the table."""
 
-    roles: tuple[str, ...] = ("prefill", "decode")
+    roles: tuple[str, ...] = ("prefill", "decode")  # and "encode"
     worker_id: str = ""  # default: roles, host name and process id
     host: str = "127.0.0.1"  # address to listen on
     port: int = 0  # 0: any free one
+    aliases: tuple[str, ...] = ()  # further model names to take requests for
     advertise: str = ""  # host that peers can reach; default: `host`
     etcd: EtcdSettings = EtcdSettings()
     lease_ttl_seconds: int = 10
@@ -30,8 +32,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     trace_sample_ratio: float = 1.0
     metrics_port: int = -1  # -1: none, 0: any free one
     drain_seconds: float = 30.0
-    engine_in_thread: bool = False  # tests only: the engine shares this process
+    engine_in_thread: bool = False  # tests only: engine and encoder share this process
     engine: EngineSettings = EngineSettings()
+    encoder: EncoderSettings = EncoderSettings()  # of the role encode
 
     @property
     def reachable_host(self) -> str:

@@ -217,15 +217,15 @@ class Blocks(Event):
 
 
 class LoadReport(Event):
-    running: int
-    waiting: int
-    pending_prefill_tokens: int
-    active_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    held_blocks: int
-    total_blocks: int
-    steps: int
+    running: int = 0
+    waiting: int = 0
+    pending_prefill_tokens: int = 0
+    active_blocks: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    held_blocks: int = 0
+    total_blocks: int = 0
+    steps: int = 0
 
 
 class Inspected(Event):

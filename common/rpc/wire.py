@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from common.cache.keys import EmbeddingLayout, KvLayout
+from common.engine.messages import Media
 from common.errors import InvalidArgument
 from common.sampling import ChoiceTokens, SamplingParams, TokenLogprob, TopLogprob
 from common.transfer.key import Identity, TransferKey
@@ -106,6 +107,17 @@ def embedding_layout_from_proto(message: pb.EmbeddingLayout) -> EmbeddingLayout:
         levels=message.levels,
         hidden_size=message.hidden_size,
         block_rows=message.block_rows,
+    )
+
+
+def media_from_proto(message: pb.EmbeddingRef) -> Media:
+    """Where an image is in its prompt."""
+    return Media(
+        key=message.media_key,
+        start=message.position,
+        length=message.length,
+        rows=message.rows,
+        grid=tuple(message.grid),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the role services of one worker share: identity, engine, telemetry, draining."""
+"""What the role services of one worker share: identity, engine, encoder, telemetry, draining."""
 
 import asyncio
 import secrets
@@ -9,6 +9,7 @@ import grpc
 from opentelemetry import trace
 
 from common import telemetry
+from common.encoder.encoder import Encoder
 from common.engine.client import Engine
 from common.engine.messages import Done, Failed, Prefilled
 from common.errors import Draining, EngineFailed, EpdError, InvalidArgument, ModelNotFound, WrongIncarnation, by_reason
@@ -32,15 +33,28 @@ def engine_error(event: Failed) -> EpdError:
 
 
 class WorkerContext:
-    """One life of one worker."""
+    """One life of one worker: with a language engine, an encoder, or both, as its roles need."""
 
-    def __init__(self, record: WorkerRecord, engine: Engine) -> None:
+    def __init__(self, record: WorkerRecord, engine: Engine | None, encoder: Encoder | None = None) -> None:
         self.record = record
-        self.engine = engine
+        self.language = engine
+        self.vision = encoder
         self.draining = False
         self.running_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def engine(self) -> Engine:
+        """For the roles that have one."""
+        assert self.language is not None
+        return self.language
+
+    @property
+    def encoder(self) -> Encoder:
+        """For the role that has one."""
+        assert self.vision is not None
+        return self.vision
 
     @property
     def identity(self) -> Identity:
@@ -54,7 +68,7 @@ class WorkerContext:
         """Refuses calls meant for another life of this worker, for another model, and new ones while draining."""
         if target != self.identity:
             raise WrongIncarnation(f"this is {self.record.worker_id}, but not the incarnation that was called")
-        if model and model != self.record.model:
+        if model and model not in self.record.names:
             raise ModelNotFound(f"this worker serves {self.record.model!r}, not {model!r}", field="model")
         if self.draining:
             raise Draining(f"{self.record.worker_id} is draining", retry_after_seconds=1.0)
@@ -103,13 +117,13 @@ class WorkerContext:
         return [wire.hop_to_proto(name, seconds, self.record.worker_id) for name, seconds in durations]
 
     def record_prefill_spans(self, parent: trace.Span, event: Prefilled | Done) -> None:
-        """Child spans of a prompt's computation, from the engine's durations, laid end to end before now."""
+        """Child spans of a prompt's computation, from the engine's durations."""
         spans = [
             (telemetry.PREFILL_QUEUE, event.queue_seconds),
             (telemetry.CACHE_LOOKUP, event.lookup_seconds),
             (telemetry.PREFILL_FORWARD, event.forward_seconds),
         ]
-        self._record(parent, spans, {telemetry.CACHED_TOKENS: event.cached_tokens})
+        self.record_spans(parent, spans, {telemetry.CACHED_TOKENS: event.cached_tokens})
 
     def record_decode_spans(self, parent: trace.Span, done: Done, *, pulled: bool) -> None:
         after = [(telemetry.DECODE_FIRST_STEP, done.first_step_seconds), (telemetry.DECODE_STEPS, done.decode_seconds)]
@@ -122,9 +136,12 @@ class WorkerContext:
                 (telemetry.PREFILL_FORWARD, done.forward_seconds),
                 *after,
             ]
-        self._record(parent, spans, {telemetry.CACHED_TOKENS: done.cached_tokens})
+        self.record_spans(parent, spans, {telemetry.CACHED_TOKENS: done.cached_tokens})
 
-    def _record(self, parent: trace.Span, spans: list[tuple[str, float]], attributes: dict[str, int]) -> None:
+    def record_spans(
+        self, parent: trace.Span, spans: Sequence[tuple[str, float]], attributes: dict[str, int] | None = None
+    ) -> None:
+        """Child spans from durations, laid end to end before now."""
         ago = sum(seconds for _, seconds in spans)
         for name, seconds in spans:
             telemetry.record_span(name, parent, ago, seconds, attributes)

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import grpc
+import msgspec
 import psutil
 
 from common.cache.block_log import BlockChange, BlockLog
@@ -34,8 +35,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._load_changed = asyncio.Event()
         self._open_publications, self._open_pulls, self._open_spans = open_publications, open_pulls, open_spans
         self._loop_lag_p99 = loop_lag_p99
-        worker.engine.on_blocks(self._on_blocks)
-        worker.engine.on_load(lambda _: self.touch())
+        if worker.language is not None:
+            worker.language.on_blocks(self._on_blocks)
+            worker.language.on_load(lambda _: self.touch())
+        if worker.vision is not None:
+            worker.vision.on_blocks(self._on_blocks)
+            worker.vision.on_load(lambda _: self.touch())
 
     def _on_blocks(self, event: Blocks) -> None:
         self._log.apply(event.stored, event.removed)
@@ -57,7 +62,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 for change in self._log.after(cursor):
                     yield worker_pb2.WatchResponse(blocks=_blocks(change))
                     cursor = change.sequence
-            yield worker_pb2.WatchResponse(load=self._load(self._worker.engine.load))
+            yield worker_pb2.WatchResponse(load=self._load(self._language_load()))
             fresh = False
             await first(blocks_changed.wait(), load_changed.wait())
             await asyncio.sleep(LOAD_INTERVAL_SECONDS)  # at most 10 messages of each kind a second
@@ -65,26 +70,39 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetStatusResponse:
-        inspected = await self._worker.engine.inspect()
-        record = self._worker.record
+        language, vision, record = self._worker.language, self._worker.vision, self._worker.record
+        load, errors, weights = LoadReport(), list[str](), dict[str, int]()
+        if language is not None:
+            inspected = await language.inspect()
+            load, errors, weights["language"] = inspected.load, list(inspected.errors), language.ready.weight_bytes
+        if vision is not None:
+            errors += vision.check_integrity()
+            weights["vision"] = vision.ready.weight_bytes
         return worker_pb2.GetStatusResponse(
             identity=wire.identity_to_proto(self._worker.identity),
             roles=record.roles,
             layout=wire.layout_to_proto(record.layout),
-            load=self._load(inspected.load),
-            healthy=not inspected.errors and not self._worker.draining,
-            integrity_errors=inspected.errors,
+            load=self._load(load),
+            healthy=not errors and not self._worker.draining,
+            integrity_errors=errors,
             open_publications=self._open_publications(),
             open_pulls=self._open_pulls(),
             open_spans=self._open_spans(),
             executor=record.executor,
-            engine_steps=inspected.load.steps,
+            engine_steps=load.steps,
             loop_lag_p99_seconds=self._loop_lag_p99(),
             resident_bytes=resident_bytes(),
+            embedding_layout=wire.embedding_layout_to_proto(vision.layout) if vision is not None else None,
+            weight_bytes=weights,
         )
 
+    def _language_load(self) -> LoadReport:
+        return self._worker.language.load if self._worker.language is not None else LoadReport()
+
     def _load(self, load: LoadReport) -> worker_pb2.Load:
+        vision = self._worker.vision.load if self._worker.vision is not None else None
         return worker_pb2.Load(
+            **(msgspec.structs.asdict(vision) if vision is not None else {}),
             running=load.running,
             waiting=load.waiting,
             pending_prefill_tokens=load.pending_prefill_tokens,

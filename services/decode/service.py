@@ -14,6 +14,13 @@ from common.errors import DuplicateRequest, EngineFailed, InvalidArgument, NotRe
 from common.rpc import wire
 from common.rpc.worker_context import WorkerContext, engine_error
 from common.sampling import ChoiceTokens, SamplingParams, merge
+from common.transfer.embeddings import (
+    EmbeddingPull,
+    Embeddings,
+    EmbeddingSource,
+    media_from_proto,
+    sources_from_proto,
+)
 from common.transfer.key import TransferKey
 from common.transfer.puller import Puller, PullResult, PullTarget
 from epd.v1 import decode_pb2, decode_pb2_grpc
@@ -23,9 +30,11 @@ from services.decode.subscribers import Subscriber, Subscribers
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     """Pulls prompts' KV, or computes them here, and streams the tokens of every choice."""
 
-    def __init__(self, worker: WorkerContext, puller: Puller) -> None:
+    def __init__(self, worker: WorkerContext, puller: Puller, embeddings: Embeddings | None = None) -> None:
+        """embeddings: None where prompts with images are not computed."""
         self._worker = worker
         self._puller = puller
+        self._embeddings = embeddings
         self._running: dict[TransferKey, _Run] = {}
         self._subscribers = Subscribers()
 
@@ -40,7 +49,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             raise InvalidArgument("source is required: this worker only decodes", field="source")
         if key in self._running:
             raise DuplicateRequest("this attempt is running here")
-        run = _Run(self._worker, self._puller, request, key, sampling)
+        run = _Run(self._worker, self._puller, self._embeddings, request, key, sampling)
         if request.HasField("subscription"):
             run.subscribe(self._subscribers.get(request.subscription.subscriber), request.subscription.tag)
         self._running[key] = run
@@ -117,11 +126,13 @@ class _Run:
         self,
         worker: WorkerContext,
         puller: Puller,
+        embeddings: Embeddings | None,
         request: decode_pb2.DecodeRequest,
         key: TransferKey,
         sampling: SamplingParams,
     ) -> None:
-        self._worker, self._puller, self._request, self._key = worker, puller, request, key
+        self._worker, self._puller, self._embeddings = worker, puller, embeddings
+        self._request, self._key = request, key
         self.seq = f"decode/{key}"
         self.pulled: PullResult | None = None
         self.ended = False
@@ -131,6 +142,10 @@ class _Run:
         self._free = asyncio.Event()  # not held back
         self._free.set()
         self._stream: EngineStream | None = None
+        self._images: EmbeddingPull | None = None
+        self._sources: list[EmbeddingSource] = []
+        if not request.HasField("source"):
+            self._sources = sources_from_proto(request.embeddings, len(request.prompt_token_ids))
         self._command = Reserve(
             seq=self.seq,
             prompt=list(request.prompt_token_ids),
@@ -139,6 +154,7 @@ class _Run:
             sampling=sampling,
             salt=request.salt,
             priority=request.priority,
+            media=media_from_proto(request.embeddings, len(request.prompt_token_ids)),
         )
 
     async def start(self, remaining_seconds: float) -> EngineStream | None:
@@ -147,7 +163,7 @@ class _Run:
         None when the first tokens, which prefill has answered with, were already the last.
         """
         if not self._request.HasField("source"):
-            return self._worker.engine.open(Submit(**msgspec.structs.asdict(self._command)))
+            return await self._compute(remaining_seconds)
         source = self._request.source
         tokens = [*self._command.prompt, *self._command.output]
         target = PullTarget(
@@ -174,6 +190,22 @@ class _Run:
         assert self._stream is not None
         self._worker.engine.send(Commit(seq=self.seq, first=pulled.first))
         return self._stream
+
+    async def _compute(self, remaining_seconds: float) -> EngineStream:
+        """The prompt is computed here, from its images' embeddings where it has some."""
+        command = Submit(**msgspec.structs.asdict(self._command))
+        if not self._sources:
+            return self._worker.engine.open(command)
+        if self._embeddings is None:
+            raise InvalidArgument("this worker computes no prompts with images", field="embeddings")
+        self._images = self._embeddings.open(
+            self._key, self._sources, tenant=self._request.tenant, deadline_seconds=remaining_seconds
+        )
+        command.media = await self._images.pull()
+        self.check_subscriber()
+        stream = self._worker.engine.open(command)
+        self._images.hand_over(self.seq)
+        return stream
 
     def subscribe(self, subscriber: Subscriber, tag: int) -> None:
         """Raises NotReady, DuplicateRequest."""
@@ -211,6 +243,8 @@ class _Run:
         self.take()
 
     def close(self) -> None:
+        if self._images is not None:
+            self._images.close()
         if self._subscriber is not None:
             self._subscriber.leave(self._tag)
         if not self.ended:
@@ -232,7 +266,8 @@ class _Run:
         if self.pulled:
             hops = [(telemetry.TRANSFER_PULL, self.pulled.exposed_seconds)]
         else:
-            hops = [
+            hops = [(telemetry.EMBEDDING_PULL, self._images.seconds)] if self._images else []
+            hops += [
                 (telemetry.PREFILL_QUEUE, done.queue_seconds),
                 (telemetry.CACHE_LOOKUP, done.lookup_seconds),
                 (telemetry.PREFILL_FORWARD, done.forward_seconds),
