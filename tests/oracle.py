@@ -142,7 +142,7 @@ def image_texts(checkpoint: Path, images: Sequence[Image.Image]) -> list[str]:
     kind, processor, options = _processing(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     fields = json.loads((checkpoint / "processor_config.json").read_bytes())
-    fields.pop("processor_class", None)
+    fields = {name: value for name, value in fields.items() if name not in ("processor_class", "image_processor")}
     if kind.__name__ in ("LlavaProcessor", "Idefics3Processor", "Gemma3Processor"):
         whole = kind(processor, tokenizer, **fields)
     elif kind.__name__ == "InternVLProcessor":
@@ -178,7 +178,9 @@ def expanded_ids(checkpoint: Path, text: str, images: Sequence[Image.Image]) -> 
 def _processing(checkpoint: Path) -> tuple[Any, Any, dict[str, Any]]:
     """The Processor's class, the image processor, and what the former tells the latter."""
     kind = getattr(transformers, _architecture(checkpoint).replace("ForConditionalGeneration", "Processor"))
-    name = json.loads((checkpoint / "preprocessor_config.json").read_bytes())["image_processor_type"]
+    nested = json.loads((checkpoint / "processor_config.json").read_bytes()).get("image_processor")
+    fields = nested or json.loads((checkpoint / "preprocessor_config.json").read_bytes())
+    name = fields["image_processor_type"].removesuffix("Pil")
     processor = getattr(transformers, f"{name}Pil").from_pretrained(checkpoint)
     return kind, processor, dict(getattr(kind, "images_kwargs", None) or {})
 
