@@ -25,7 +25,7 @@ from common.rpc.tls import TlsOptions
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 KEEPALIVE_SECONDS = 30.0
 _OPTIONS: tuple[tuple[str, Any], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),  # images make some large; the server's limit counts, and its error says more
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

@@ -30,9 +30,7 @@ class Fleet:
     ) -> None:
         self._workers: dict[str, Worker] = {}
         self._metrics = metrics
-        # What goes to encode workers is as large as what clients may send.
-        sizes = (("grpc.max_send_message_length", -1),)
-        self._connect = functools.partial(connect, tls=tls, keepalive_seconds=keepalive_seconds, options=sizes)
+        self._connect = functools.partial(connect, tls=tls, keepalive_seconds=keepalive_seconds)
         self._changed = asyncio.Event()
         self._load_changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -62,7 +60,7 @@ class Fleet:
 
     def snapshot(self, model: str) -> list[WorkerView]:
         """Routable workers of a model."""
-        return [worker.view() for worker in self._workers.values() if worker.record.model == model and worker.routable]
+        return [worker.view() for worker in self._workers.values() if model in worker.record.names and worker.routable]
 
     def records(self, model: str) -> list[WorkerRecord]:
         """Records of a model's routable workers, else of all its workers: for limits that hold in either case. Workers
@@ -70,7 +68,7 @@ class Fleet:
         named = [
             worker
             for worker in self._workers.values()
-            if worker.record.model == model and {PREFILL, DECODE} & set(worker.record.roles)
+            if model in worker.record.names and {PREFILL, DECODE} & set(worker.record.roles)
         ]
         return [worker.record for worker in named if worker.routable] or [worker.record for worker in named]
 
@@ -79,10 +77,11 @@ class Fleet:
         found: dict[str, dict[str, list[WorkerRecord]]] = {}
         for worker in self._workers.values():
             if worker.routable:
-                roles = found.setdefault(worker.record.model, {PREFILL: [], DECODE: [], ENCODE: []})
-                for role in worker.record.roles:
-                    if role in roles:
-                        roles[role].append(worker.record)
+                for name in worker.record.names:
+                    roles = found.setdefault(name, {PREFILL: [], DECODE: [], ENCODE: []})
+                    for role in worker.record.roles:
+                        if role in roles:
+                            roles[role].append(worker.record)
         return {
             model: roles
             for model, roles in found.items()

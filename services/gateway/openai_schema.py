@@ -18,7 +18,8 @@ _MAX_UINT32 = 2**32 - 1
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"required field `([^`]*)`")
-_IN_MESSAGES = re.compile(r"at `\$\.messages\[\.\.\.\]")
+_LONG_VALUE = re.compile(r" '.{33,}'", re.DOTALL)  # could be anything that a client has put in the wrong place
+_PART = re.compile(r"at `\$\.(messages\[\d+\]\.content\[\d+\])")
 _PATH = re.compile(r"at `\$\.?([^`\[.]*)")
 
 
@@ -114,8 +115,9 @@ def parse(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        where = _which_part(body) if _IN_MESSAGES.search(message) else ""
+        message = _LONG_VALUE.sub("", str(error))
+        part = _PART.search(message)
+        where = part[1] if part else ""
         if found := _UNKNOWN.search(message):
             told = f"{where}: unknown parameter {found[1]!r}" if where else f"unknown parameter {found[1]!r}"
             raise InvalidArgument(told, field=where or found[1]) from None
@@ -127,19 +129,6 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         raise InvalidArgument(f"{field or 'body'}: {message.partition(' - at')[0]}", field=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidArgument("the body is not valid JSON", field="") from None
-
-
-def _which_part(body: bytes) -> str:
-    """Where the first content part is that does not fit, which msgspec does not say; empty when it is none of them."""
-    messages = msgspec.json.decode(body)["messages"]
-    for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        for j, part in enumerate(content if isinstance(content, list) else ()):
-            try:
-                msgspec.convert(part, TextPart | ImagePart)
-            except msgspec.ValidationError:
-                return f"messages[{i}].content[{j}]"
-    return ""
 
 
 def chat_request(body: ChatBody) -> generation_pb2.GenerateRequest:

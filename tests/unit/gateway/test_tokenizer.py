@@ -11,6 +11,7 @@ import pytest
 from common.errors import InvalidArgument
 from common.models.tokenizer import Tokenizer
 from tests.tokenizer_files import byte_tokenizer
+from tests.vlm_files import PARTS_TEMPLATE
 
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
@@ -134,3 +135,32 @@ def test_the_gateway_process_holds_no_torch_and_stays_small(model_dir: Path) -> 
     heavy, megabytes = done.stdout.strip().rsplit(" ", 1)
     assert heavy == "[]"
     assert int(megabytes) <= 350
+
+
+PARTS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "'b'"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "c"}]},
+]
+
+
+def test_content_parts_as_transformers_renders_them(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    directory = byte_tokenizer(tmp_path / "m", PARTS_TEMPLATE)
+    ours, theirs = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    assert ours.render_chat(PARTS) == theirs.apply_chat_template(PARTS, tokenize=False, add_generation_prompt=True)
+    assert ours.encode_chat(PARTS) == theirs.apply_chat_template(PARTS, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "takes_parts"),
+    [
+        (PARTS_TEMPLATE, True),
+        ("{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}", True),
+        ("{% set c = messages[0].content %}{% if c is string %}{{ c }}{% else %}[{{ c[0].text }}]{% endif %}", True),
+        (None, False),
+        *((template, False) for template in TEMPLATES.values()),
+    ],
+)
+def test_templates_that_take_parts(tmp_path: Path, template: str | None, takes_parts: bool) -> None:
+    assert Tokenizer(byte_tokenizer(tmp_path / "m", template)).takes_parts is takes_parts
