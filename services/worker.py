@@ -10,6 +10,7 @@ import socket
 import msgspec
 
 from common import telemetry
+from common.engine.client import Engine
 from common.errors import EngineFailed, InvalidArgument
 from common.registry.etcd import EtcdRegistry
 from common.rpc.lag import LoopLag
@@ -62,6 +63,11 @@ class Worker:
         self._server: Server
         self._service: WorkerService
         self._exit = contextlib.AsyncExitStack()
+
+    @property
+    def engine(self) -> Engine:
+        """The language engine, of workers that have one."""
+        return self.context.engine
 
     @property
     def address(self) -> str:
