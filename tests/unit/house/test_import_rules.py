@@ -26,6 +26,8 @@ TORCH_FILES = {
     "common/engine/paged_attention.py",
     "common/engine/sampler.py",
     "common/models/gguf_convert.py",
+    "common/models/vision_tower.py",
+    "common/models/vlm_assemble.py",
     "common/models/vision/partial.py",
     "common/models/vision/tower.py",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import DeadlineExceeded, FetchFailed, Unavailable
-from common.models import fetch
+from common.models import download, fetch
 from common.models.catalog import CATALOG, PackagedModel
 from common.models.fetch import get_model
 
@@ -40,7 +40,7 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
         version="1.0",
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         member="tiny_model_pkg/tiny.gguf",
-        gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
+        member_sha256=hashlib.sha256(GGUF).hexdigest(),
         download_bytes=wheel.stat().st_size,
         license="MIT",
         description="",
@@ -54,7 +54,7 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Stands in for the conversion, which has its own test with the real model."""
     seen: list[bytes] = []
 
-    def run(gguf: Path, result: Path, name: str, progress: object) -> None:
+    def run(how: object, gguf: Path, result: Path, name: str, progress: object) -> None:
         seen.append(gguf.read_bytes())
         (result / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
         (result / "model.safetensors").write_bytes(b"weights")
@@ -80,9 +80,11 @@ def test_an_old_pip_downloads_without_a_bar(
 ) -> None:
     """Python 3.11 brings a pip that does not know `--progress-bar=raw`."""
     commands: list[list[str]] = []
-    start = fetch._child
-    monkeypatch.setattr(fetch, "_child", lambda command, *rest: commands.append(command) or start(command, *rest))
-    monkeypatch.setattr(fetch.metadata, "version", lambda name: "23.0.1")
+    start = download.child_lines
+    monkeypatch.setattr(
+        download, "child_lines", lambda command, *rest: commands.append(command) or start(command, *rest)
+    )
+    monkeypatch.setattr(download.metadata, "version", lambda name: "23.0.1")
     get_model(entry.name, tmp_path)
     assert "--progress-bar=off" in commands[0]
 
@@ -108,7 +110,7 @@ def test_a_directory_of_the_users_own_is_left_alone(
     assert converted == []
 
 
-@pytest.mark.parametrize("field", ["wheel_sha256", "gguf_sha256"])
+@pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
 def test_a_wrong_checksum_installs_nothing(
     entry: PackagedModel, converted: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
@@ -176,6 +178,6 @@ def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with (
         (tmp_path / "log").open("w+") as log,
         pytest.raises(DeadlineExceeded),
-        fetch._child(command, log, 1.0) as lines,
+        download.child_lines(command, log, 1.0) as lines,
     ):
         assert list(lines) == ["up\n"]

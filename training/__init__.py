@@ -1,0 +1,1 @@
+"""Training of the default vision-language model's projector. Not part of the installed package."""
