@@ -30,7 +30,8 @@ def load_tower(onnx: Path) -> Dinov2Model:
     missing, unexpected = model.load_state_dict(read_vision_tower(onnx), strict=False)
     assert set(missing) <= {"embeddings.mask_token"}, missing
     assert not unexpected, unexpected
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def pixels(images: Sequence[Image.Image]) -> Tensor:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from common.models.catalog import CATALOG, DEFAULT_MODEL, DEFAULT_VISION_MODEL
 from common.models.download import download_member
@@ -102,4 +102,4 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     options.text_model = get_model(DEFAULT_MODEL)
     features.compute(options.work, fetch_onnx(options.work), options.pictures)
-    mp.spawn(process, (options,), nprocs=options.processes)
+    spawn(process, (options,), nprocs=options.processes)

@@ -83,7 +83,7 @@ def train(
     saved = started = time.monotonic()
     before, budget, parent = stage.seconds, minutes * 60, os.getppid()
     with Progress(*columns, disable=rank != 0) as bar:
-        task = bar.add_task(stage.path.stem, total=budget, completed=before)
+        task = bar.add_task(stage.path.stem, total=budget, completed=int(before))
         while True:
             clock = torch.tensor([before + time.monotonic() - started])
             dist.broadcast(clock, 0)  # all stop at the same step
