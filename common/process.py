@@ -1,8 +1,12 @@
-"""Life of child processes on Linux."""
+"""Life of child processes on Linux, and their waiting."""
 
 import ctypes
+import math
 import os
+import select
 import signal
+from collections.abc import Iterable
+from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "EPD_PARENT_PID"
@@ -26,3 +30,19 @@ def end_with_parent() -> None:
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(sources: Iterable[int | _HasFileno], timeout: float | None) -> set[int]:
+    """Descriptors among them that can be read, waited for up to `timeout` seconds (None: for ever).
+
+    Not by select.select, which knows descriptors below 1024 only.
+    """
+    poll = select.poll()
+    for source in sources:
+        poll.register(source, select.POLLIN)
+    milliseconds = None if timeout is None else math.ceil(max(0.0, timeout) * 1000)
+    return {descriptor for descriptor, _ in poll.poll(milliseconds)}

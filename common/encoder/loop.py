@@ -2,10 +2,8 @@
 
 import logging
 import os
-import select
 import socket
 import time
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +15,7 @@ from common.encoder.settings import EncoderSettings
 from common.encoder.wire import Launch, command_reader
 from common.engine.wire import encode
 from common.errors import EpdError
+from common.process import readable
 from common.transfer.pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
@@ -96,16 +95,15 @@ class EncoderLoop:
         """Handles all commands that are there; waits first, for one or for a thread, as long as told."""
         if timeout is None:
             timeout = self._preparation.next_due()
-        both: list[Any] = [self._sock, self._wake]
-        readable = select.select(both, [], [], timeout)[0]
-        if self._wake in readable:
+        ready = readable((self._sock, self._wake), timeout)
+        if self._wake in ready:
             os.eventfd_read(self._wake)
-        while self._open and self._sock in readable:
+        while self._open and self._sock.fileno() in ready:
             data = self._sock.recv(_READ_BYTES)
             self._open = bool(data)
             for command in self._reader.feed(data):
                 self._handle(command)
-            readable = select.select(both[:1], [], [], 0)[0]
+            ready = readable((self._sock,), 0)
 
     def _handle(self, command: msg.AnyCommand) -> None:
         match command:

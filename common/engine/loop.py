@@ -2,7 +2,6 @@
 
 import logging
 import os
-import select
 import socket
 import time
 
@@ -13,6 +12,7 @@ from common.engine.executor import Executor
 from common.engine.prompt_media import ImageRules
 from common.engine.settings import EngineSettings
 from common.engine.wire import Launch, command_reader, encode
+from common.process import readable
 from common.sampling import SamplingParams
 from common.transfer.pool_memory import PoolMemory
 
@@ -143,7 +143,7 @@ class EngineLoop:
         return any_command
 
     def _readable(self, timeout: float | None) -> bool:
-        return bool(select.select([self._sock], [], [], timeout)[0])
+        return bool(readable((self._sock,), timeout))
 
     def _report(self, *, final: bool) -> None:
         """Sends what happened, and the load when it changed: at most ten times a second, and once more before

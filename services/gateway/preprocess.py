@@ -126,7 +126,8 @@ class Preprocessor:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
         records = self._fleet.records(model) or await self._fleet.wait_for_records(model, self._wait_seconds)
         sampling.validate(min(record.vocab_size for record in records))
-        salt = hmac.new(self._salt_secret, tenant.encode(), hashlib.sha256).digest() if self._salt_secret else b""
+        named = self._salt_secret or tenant
+        salt = hmac.new(self._salt_secret, tenant.encode(), hashlib.sha256).digest() if named else b""
         fetched = await media.fetch(images, self._remote)
         prompt, found, keys = await asyncio.get_running_loop().run_in_executor(
             self._pool, self._read, request, model, images, fetched, records, salt

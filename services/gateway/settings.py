@@ -18,7 +18,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     grpc_bind: str = "127.0.0.1:50051"  # port 0: a free one
     http_bind: str = "127.0.0.1:8000"
     etcd: EtcdSettings | None = EtcdSettings()  # None: no registry; whoever made the gateway feeds its fleet (tests)
-    salt_secret: str = ""  # tenant salts derive from it; empty: no salt. Gateways of one mesh share it
+    salt_secret: str = (
+        ""  # tenant salts derive from it; empty: from the tenant's name alone. Gateways of one mesh share it
+    )
     max_in_flight: int = 256  # requests at once; more are refused with Overloaded
     max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own
     max_in_flight_bytes: int = 1024 * MIB  # of those, as they were sent: images stay in memory for another attempt

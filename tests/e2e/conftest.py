@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from common.registry.settings import EtcdSettings
-from tests.checkpoints import tiny_checkpoint
+from tests.checkpoints import VLM_CHECKPOINTS, tiny_checkpoint, vlm_checkpoint
 from tests.etcd import etcd_server
 from tests.mesh import LocalMesh
 from tests.tokenizer import save_tokenizer
@@ -24,7 +24,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = f"{architecture} {sorted(config.items())}"
         if key not in made:
             directory = tmp_path_factory.mktemp(architecture)
-            made[key] = save_tokenizer(tiny_checkpoint(architecture, directory, **config))
+            if architecture in VLM_CHECKPOINTS:
+                made[key] = vlm_checkpoint(architecture, directory, **config)
+            else:
+                made[key] = save_tokenizer(tiny_checkpoint(architecture, directory, **config))
         return made[key]
 
     return make
