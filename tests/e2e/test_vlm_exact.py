@@ -1,4 +1,4 @@
-"""With images the mesh's greedy tokens equal `generate`'s, whatever the architecture, form, chunks, caches, encoders."""
+"""With images, the mesh's greedy tokens equal `generate`'s, whatever the model, form, chunks, caches, encoders."""
 
 import asyncio
 import io
