@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from common.encoder.settings import EncoderSettings
 from common.engine.settings import EngineSettings
 from common.registry.settings import EtcdSettings
 from common.rpc.channel import connect
@@ -109,6 +110,11 @@ class MeshClient:
             return 0, 0
         return (models[0].prefill_workers, models[0].decode_workers) if models else (0, 0)
 
+    async def encode_workers(self) -> int:
+        """Encode workers that the gateway can send images to. It must be there."""
+        models = (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models
+        return models[0].encode_workers if models else 0
+
     async def settled(self) -> None:
         """Waits until nothing is left of any request; fails with what is."""
         left: list[str] = ["not looked yet"]
@@ -126,18 +132,23 @@ class MeshClient:
 
 
 def left_in(name: str, status: worker_pb2.GetStatusResponse) -> list[str]:
-    """What an idle worker must not have: broken counts, held or active blocks, open publications and pulls."""
+    """What an idle worker must not have: broken counts, held or active blocks or rows, open publications and pulls."""
     load = status.load
     left = [f"{name}: {error}" for error in status.integrity_errors]
     if load.free_blocks + load.cached_blocks != load.total_blocks:
         left.append(f"{name}: {load.active_blocks} active and {load.held_blocks} held blocks")
-    left += [f"{name}: running"] * (load.running + load.waiting)
+    if load.free_rows + load.cached_rows != load.total_rows:
+        left.append(f"{name}: {load.held_rows} held embedding rows")
+    left += [f"{name}: running"] * (load.running + load.waiting + load.pending_images)
     left += [f"{name}: publication"] * status.open_publications + [f"{name}: pull"] * status.open_pulls
     return left
 
 
 class LocalMesh(MeshClient):
-    """One gateway and a worker for each entry of `roles`, e.g. ("prefill", "decode") or ("prefill,decode",)."""
+    """One gateway and a worker for each entry of `roles`, e.g. ("encode", "prefill", "decode") or ("prefill,decode",).
+
+    engine: settings of every worker's model, encoder: of encode workers.
+    """
 
     def __init__(
         self,
@@ -149,8 +160,10 @@ class LocalMesh(MeshClient):
         channels: tuple[str, ...] = ("shm", "grpc"),
         worker: dict[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
+        encoder: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
+        self._encoders = sum("encode" in each.split(",") for each in roles)
         engine = {"dtype": "float32", "num_blocks": 256, "served_name": MODEL, **engine}
         self.workers = [
             Worker(
@@ -162,6 +175,7 @@ class LocalMesh(MeshClient):
                     channels=channels,
                     engine_in_thread=True,
                     engine=EngineSettings(model_dir=str(checkpoint), **engine),
+                    encoder=EncoderSettings(**(encoder or {})),
                     **(worker or {}),
                 )
             )
@@ -183,7 +197,7 @@ class LocalMesh(MeshClient):
             await self.gateway.start()
             await self.connect(self.gateway.grpc_address)
             async with asyncio.timeout(PATIENCE_SECONDS):
-                while not all(await self.routable_workers()):
+                while not all(await self.routable_workers()) or await self.encode_workers() < self._encoders:
                     await asyncio.sleep(0.02)
         except BaseException:
             await self._stop()
@@ -209,5 +223,8 @@ class LocalMesh(MeshClient):
             left += left_in(name, await self.status(worker))
             # Spans of calls such as this one come and go; those of requests must all have ended.
             spans = worker.telemetry.open_span_names()
-            left += [f"{name}: span {span}" for span in spans if span.startswith(("prefill.", "decode.", "transfer."))]
+            stages = ("encode.", "prefill.", "decode.", "transfer.")
+            left += [f"{name}: span {span}" for span in spans if span.startswith(stages)]
+            if (embeddings := worker.transfers.embeddings) and embeddings.room.free < embeddings.room.num_blocks:
+                left.append(f"{name}: room for embeddings is taken")
         return left

@@ -141,9 +141,11 @@ class ProcessMesh(MeshClient):
         worker: Mapping[str, Any] | None = None,
         by_role: Mapping[str, Mapping[str, Any]] | None = None,
         gateway: Mapping[str, Any] | None = None,
+        encoder: Mapping[str, Any] | None = None,
         **engine: Any,
     ) -> None:
-        """worker, gateway: further settings of all; by_role: of the workers of a role; engine: its settings."""
+        """worker, gateway: further settings of all; by_role: of the workers of a role; engine, encoder: their
+        settings."""
         directory.mkdir(parents=True, exist_ok=True)
         self.etcd, self.model = etcd, model
         registry = {"endpoints": [etcd.endpoint], "prefix": f"/{directory.name}"}
@@ -163,6 +165,7 @@ class ProcessMesh(MeshClient):
                 **(by_role or {}).get(kind, {}),
             }
             settings["engine"] = {**engine, **settings.get("engine", {})}
+            settings["encoder"] = {**(encoder or {}), **settings.get("encoder", {})}
             role = Role("worker", settings["worker_id"], f"127.0.0.1:{port}", directory, settings)
             self.workers[role.name] = role
         address, http = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
@@ -204,11 +207,12 @@ class ProcessMesh(MeshClient):
             if not role.alive:
                 await role.start()
         wanted = len(self.of("prefill")), len(self.of("decode"))
+        encoders = len(self.of("encode"))
         async with asyncio.timeout(START_SECONDS):
             while True:
                 ended = [role for role in self.roles if not role.alive]
                 assert not ended, f"{ended[0].name} has ended: {ended[0].logged()}"
-                if await self.routable_workers() == wanted:
+                if await self.routable_workers() == wanted and await self.encode_workers() == encoders:
                     return
                 await asyncio.sleep(0.05)
 

@@ -71,7 +71,7 @@ class Preparation:
         wake: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """wake: eventfd, written when a job is through."""
+        """wake: eventfd, written when a job is through; closed at the end."""
         self._prepare, self._limit, self._seconds, self._wake, self._clock = prepare, threads, seconds, wake, clock
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="epd-image")
         self._waiting = Queue()
@@ -131,7 +131,11 @@ class Preparation:
         return max(0.0, min(starts) + self._seconds - self._clock()) if starts else None
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """What hangs is left behind, and with it the descriptor that it would write to."""
+        idle = all(future.done() for future in self._running)
+        self._pool.shutdown(wait=idle)
+        if idle:
+            os.close(self._wake)
 
     def _run(self, job: Job) -> None:
         try:

@@ -32,7 +32,7 @@ class EncodeService(encode_pb2_grpc.EncodeServiceServicer):
         if key.part < 1:
             raise InvalidArgument("part must be at least 1: 0 is the prompt's KV", field="key")
         self._worker.check(wire.identity_from_proto(request.target), request.model)
-        images = self._images(request)
+        ticket, images = wire.ticket_from_proto(request.ticket), self._images(request)
         encoder = self._worker.encoder
         publication: Publication | None = None
         try:
@@ -42,7 +42,7 @@ class EncodeService(encode_pb2_grpc.EncodeServiceServicer):
                 try:
                     publication = self._publications.publish(
                         key,
-                        wire.ticket_from_proto(request.ticket),
+                        ticket,
                         puller=wire.identity_from_proto(request.puller),
                         tenant=request.tenant,
                         deadline_seconds=self._worker.remaining(context),
