@@ -232,4 +232,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistories.settings = hypothesis_settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -37,8 +37,8 @@ PATIENCE_SECONDS = 20.0  # a failing test ends, a passing one never waits for it
 _requests = itertools.count()
 
 
-def new_key(attempt: int = 1) -> TransferKey:
-    return TransferKey(next(_requests).to_bytes(16, "big"), 0, attempt)
+def new_key(attempt: int = 1, part: int = 0) -> TransferKey:
+    return TransferKey(next(_requests).to_bytes(16, "big"), 0, attempt, part)
 
 
 def first_token(finish_reason: str | None = None) -> list[ChoiceTokens]:
