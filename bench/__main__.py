@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-NAMES = ("overlap", "overhead", "gateway", "load")
+NAMES = ("overlap", "overhead", "gateway", "load", "irp")
 
 
 def main() -> None:

@@ -103,7 +103,8 @@ class BenchMesh:
                     listed = (await self.stub.ListModels(generation_pb2.ListModelsRequest(), timeout=2)).models
                 except grpc.aio.AioRpcError:
                     listed = []
-                if sum(model.prefill_workers + model.decode_workers for model in listed) >= len(self.roles):
+                there = [each.encode_workers + each.prefill_workers + each.decode_workers for each in listed]
+                if sum(there) >= sum(len(roles.split(",")) for roles in self.roles):
                     return
                 await asyncio.sleep(0.1)
 

@@ -20,7 +20,6 @@ class EmbeddingRoom:
         self._wait_seconds = wait_seconds
         self._free = list(range(num_blocks - 1, -1, -1))
         # (blocks wanted, their time has come), who asked first is first.
-        # (blocks wanted, their time has come), who asked first is first.
         self._waiting: deque[tuple[int, asyncio.Event]] = deque()
 
     @property
