@@ -1,6 +1,6 @@
 """Images of one request on several encode workers: how much sooner the last is ready (EPDServe's IRP).
 
-Timed encoders, so that the figure shows the mesh and not two cores that all encoders share: n equal images on k encoders
+Timed encoders, so that the figure shows the mesh and not two cores that all encoders share: n equal images on k of them
 should take ⌈n/k⌉ times one image instead of n times. With `--executor modules` the real encoders, as they are.
 
     python -m bench irp [--executor timed] [--encoders 1,2,4] [--images 1,2,4,8] [--rounds 5]
@@ -37,8 +37,7 @@ async def encode_seconds(mesh: BenchMesh, count: int, rng: random.Random) -> flo
         message.content.add(image=generation_pb2.Image(data=draw(rng.randrange(1 << 40)).png()))
     message.content.add(text="What is in the pictures?")
     request.sampling.max_tokens = 1
-    async for response in mesh.stub.Generate(request, timeout=TIMEOUT_SECONDS):
-        pass
+    response = [each async for each in mesh.stub.Generate(request, timeout=TIMEOUT_SECONDS)][-1]
     hops = response.accounting.ttft_hops
     return sum(hop.duration.seconds + hop.duration.nanos / 1e9 for hop in hops if hop.name.startswith("encode."))
 

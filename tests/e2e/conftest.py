@@ -9,23 +9,26 @@ import pytest
 import pytest_asyncio
 
 from common.registry.settings import EtcdSettings
-from tests.checkpoints import VLM_CHECKPOINTS, tiny_checkpoint, vlm_checkpoint
+from tests.checkpoints import tiny_checkpoint, vlm_checkpoint
 from tests.etcd import etcd_server
 from tests.mesh import LocalMesh
 from tests.tokenizer import save_tokenizer
 
 
+VLM = "vlm-"
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint(architecture, **config): a tiny random one with a tokenizer, made once."""
+    """checkpoint(architecture, **config): a tiny random one with a tokenizer, made once. "vlm-…" takes images."""
     made: dict[str, Path] = {}
 
     def make(architecture: str, **config: Any) -> Path:
         key = f"{architecture} {sorted(config.items())}"
         if key not in made:
             directory = tmp_path_factory.mktemp(architecture)
-            if architecture in VLM_CHECKPOINTS:
-                made[key] = vlm_checkpoint(architecture, directory, **config)
+            if architecture.startswith(VLM):
+                made[key] = vlm_checkpoint(architecture.removeprefix(VLM), directory, **config)
             else:
                 made[key] = save_tokenizer(tiny_checkpoint(architecture, directory, **config))
         return made[key]

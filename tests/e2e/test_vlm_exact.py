@@ -22,6 +22,7 @@ from tests.mesh import Answer, LocalMesh, collect, request
 
 session = pytest.mark.asyncio(loop_scope="session")
 
+ARCHITECTURES = [f"vlm-{name}" for name in VLM_ARCHITECTURES]
 MAX_TOKENS = 10
 OTHERS = 8
 SIZES = ((70, 90), (56, 120), (112, 56))
@@ -31,7 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "grpc": {"separate": True, "channels": ("grpc",)},
 }
 FACTORS: dict[str, list[Any]] = {
-    "architecture": list(VLM_ARCHITECTURES),
+    "architecture": ARCHITECTURES,
     "images": ["one", "three", "adjacent", "same twice"],
     "cache": ["cold", "text", "embeddings", "both"],
     "budget": [7, 512],
@@ -151,7 +152,7 @@ async def test_tokens_equal_generate(case: dict[str, Any], meshes: Meshes, check
 
 
 @session
-@pytest.mark.parametrize("architecture", VLM_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_case_d1_swapped_pictures_are_another_prompt(meshes: Meshes, checkpoint: Any, architecture: str) -> None:
     path = checkpoint(architecture)
     mesh = await mesh_for(meshes, architecture, "shm", 1, 512)
@@ -179,8 +180,8 @@ async def test_case_d1_swapped_pictures_are_another_prompt(meshes: Meshes, check
 @session
 async def test_case_d2_the_same_again_is_cached_twice(meshes: Meshes, checkpoint: Any) -> None:
     """The second request hits the embedding cache and the prefix cache; another tenant hits neither."""
-    path = checkpoint("llava")
-    mesh = await mesh_for(meshes, "llava", "shm", 2, 512)
+    path = checkpoint("vlm-llava")
+    mesh = await mesh_for(meshes, "vlm-llava", "shm", 2, 512)
     asked = Asked(path, "three", random.Random("d2"))
 
     async def ask(tenant: str) -> Answer:

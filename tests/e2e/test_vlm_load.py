@@ -34,7 +34,7 @@ async def test_case_d12_more_images_than_room(meshes: Meshes, hold_seconds: floa
     rng = random.Random("d12")
     # A picture takes 16 rows here, so an encoder holds 10 pictures, a prefill worker 8: one request of the largest.
     async with meshes.make(
-        "llava",
+        "vlm-llava",
         roles=("encode", "encode", "prefill", "prefill", "decode"),
         executor="timed",
         timed=TIMED,

@@ -30,7 +30,7 @@ LARGE = 1800  # pixels a side: such a file takes a while to decode
 async def mesh(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ProcessMesh]:
     """Two workers of each role; whole again before each test."""
     async with process_mesh(
-        checkpoint("llava"),
+        checkpoint("vlm-llava"),
         tmp_path_factory.mktemp("llava"),
         roles=("encode", "encode", "prefill", "prefill", "decode"),
         by_role={"prefill": {"throttle_bytes_per_second": BYTES_PER_SECOND}},
@@ -56,7 +56,7 @@ def large(seed: int) -> bytes:
 
 @session
 async def test_exact_tokens_and_one_trace(mesh: ProcessMesh, checkpoint: Callable[..., Path]) -> None:
-    path, rng = checkpoint("llava"), random.Random("processes")
+    path, rng = checkpoint("vlm-llava"), random.Random("processes")
     await mesh.whole()
     answers = await answered(mesh, [Asked(path, kind, rng) for kind in ("one", "three", "adjacent", "same twice")])
     assert all(answer.accounting.attempts == 1 for answer in answers)
@@ -103,7 +103,7 @@ async def test_whose_weights_are_where(mesh: ProcessMesh, checkpoint: Callable[.
     """Encode holds no language bytes, prefill and decode no vision bytes; together they are the whole model."""
     await mesh.whole()
     sizes = {"vision": 0, "language": 0}
-    with safe_open(next(checkpoint("llava").glob("*.safetensors")), "pt") as file:
+    with safe_open(next(checkpoint("vlm-llava").glob("*.safetensors")), "pt") as file:
         for name in sorted(file.keys()):
             part = "vision" if "vision_tower" in name or "multi_modal_projector" in name else "language"
             sizes[part] += file.get_tensor(name).nbytes
@@ -128,7 +128,7 @@ async def killed(
 async def test_case_d11_an_encoder_is_killed_while_it_encodes(
     mesh: ProcessMesh, checkpoint: Callable[..., Path]
 ) -> None:
-    path, rng = checkpoint("llava"), random.Random("d11")
+    path, rng = checkpoint("vlm-llava"), random.Random("d11")
     await mesh.whole()
     asked = [Asked(path, "three", rng) for _ in range(4)]
     # Large files of their own, so that the encoders are seen at work: the answers to these count only as answers.
@@ -147,7 +147,7 @@ async def test_case_d11_an_encoder_is_killed_while_it_encodes(
 
 @session
 async def test_an_encoder_is_killed_while_prefill_pulls(mesh: ProcessMesh, checkpoint: Callable[..., Path]) -> None:
-    path, rng = checkpoint("llava"), random.Random("published")
+    path, rng = checkpoint("vlm-llava"), random.Random("published")
     await mesh.whole()
 
     async def published(worker: Role) -> bool:
@@ -160,7 +160,7 @@ async def test_an_encoder_is_killed_while_prefill_pulls(mesh: ProcessMesh, check
 
 @session
 async def test_prefill_is_killed_while_it_pulls_embeddings(mesh: ProcessMesh, checkpoint: Callable[..., Path]) -> None:
-    path, rng = checkpoint("llava"), random.Random("prefill")
+    path, rng = checkpoint("vlm-llava"), random.Random("prefill")
     await mesh.whole()
 
     async def pulling(worker: Role) -> bool:
