@@ -14,7 +14,6 @@ from tests.etcd import etcd_server
 from tests.mesh import LocalMesh
 from tests.tokenizer import save_tokenizer
 
-
 VLM = "vlm-"
 
 
