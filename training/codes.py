@@ -7,6 +7,7 @@ parameters are soon trained: every picture teaches most of them.
 """
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,33 +23,47 @@ SHOWN = 3  # patches of an object, of `few` patches in all
 FEW = 14
 
 
+# Columns of facts, in the order of Codes.tables.
+SIZES = (3, len(NAMES), len(NAMES), len(SHAPES), len(PLACES), len(NAMES), len(COUNTS))
+BASE, PLAIN, COLOUR, SHAPE, PLACE, WHOLE, COUNT = (sum(SIZES[:at]) for at in range(len(SIZES)))
+FACTS = sum(SIZES)
+
+
 class Codes(nn.Module):
     def __init__(self, language: LanguageModel) -> None:
         super().__init__()
 
-        def table(words: tuple[str, ...]) -> nn.Parameter:
+        def table(words: Sequence[str]) -> nn.Parameter:
             rows = [language.words[language.ids(" " + word)].mean(0) for word in words]
             return nn.Parameter(torch.stack(rows) * START)
 
         self.plain = table(NAMES)  # a patch of the background, by its colour
         self.colour, self.shape, self.place = table(NAMES), table(SHAPES), table(PLACES)  # a patch of an object
         self.whole, self.count = table(NAMES), table(COUNTS)  # the first token: the background, how many objects
-        self.base = nn.Parameter(torch.zeros(3, self.plain.shape[1]))  # the first token, background, object
+        self.base = table(("background", "background", "object"))  # the first token, background, object
+
+    def tables(self) -> Tensor:
+        """[FACTS, 576]"""
+        return torch.cat([self.base, self.plain, self.colour, self.shape, self.place, self.whole, self.count])
 
     def forward(self, pictures: list[Picture]) -> Tensor:
         """[B, 65, 576]"""
-        return torch.stack([self._code(picture) for picture in pictures])
+        return torch.stack([facts(picture) for picture in pictures]) @ self.tables()
 
-    def _code(self, picture: Picture) -> Tensor:
-        background = NAMES.index(picture.background)
-        whole = self.base[0] + self.whole[background] + self.count[len(picture.things)]
-        owner = owners(picture)
-        patches = (self.base[1] + self.plain[background]).expand(GRID * GRID, -1)
-        for number, thing in enumerate(picture.things):
-            colour, shape, place = NAMES.index(thing.colour), SHAPES.index(thing.shape), PLACES.index(thing.place)
-            code = self.base[2] + self.colour[colour] + self.shape[shape] + self.place[place]
-            patches = torch.where((owner == number).unsqueeze(1), code, patches)
-        return torch.cat([whole.unsqueeze(0), patches])
+
+def facts(picture: Picture) -> Tensor:
+    """[65, FACTS], 0 or 1: what each image token tells."""
+    background = NAMES.index(picture.background)
+    owner = owners(picture)
+    found = torch.zeros(1 + GRID * GRID, FACTS)
+    found[0, [BASE, WHOLE + background, COUNT + len(picture.things)]] = 1
+    found[1:, [BASE + 1, PLAIN + background]] = 1
+    for number, thing in enumerate(picture.things):
+        colour, shape, place = NAMES.index(thing.colour), SHAPES.index(thing.shape), PLACES.index(thing.place)
+        row = torch.zeros(FACTS)
+        row[[BASE + 2, COLOUR + colour, SHAPE + shape, PLACE + place]] = 1
+        found[1:][owner == number] = row
+    return found
 
 
 def owners(picture: Picture) -> Tensor:

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import torch
 
+from common.models.catalog import DEFAULT_MODEL
+from common.models.fetch import get_model
 from common.models.vlm_assemble import PROJECTOR
-from training.projector import Projector
+from training.codes import Codes
+from training.language import LanguageModel
+from training.projector import Projector, compose
+from training.run import PERCEPTION
 
 
 def main() -> None:
@@ -14,15 +19,18 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("training/work"))
     parser.add_argument("--out", type=Path, default=PROJECTOR)
     options = parser.parse_args()
-    projector = Projector()
     tuned = options.work / "projector.pt"
     if tuned.exists():
+        projector = Projector()
         state = torch.load(tuned, weights_only=True)
         projector.load_state_dict(state["module"])
         print(f"after {state['step']} steps through the language model")
     else:
-        projector.load_state_dict(torch.load(options.work / "aligned.pt", weights_only=True))
-        print("trained on codes only")
+        codes = Codes(LanguageModel(get_model(DEFAULT_MODEL)))
+        state = torch.load(options.work / "codes.pt", weights_only=True)
+        codes.load_state_dict(state["module"])
+        projector = compose(options.work / PERCEPTION, codes)
+        print(f"codes after {state['step']} steps through the language model")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     projector.export(options.out)
 

@@ -18,9 +18,10 @@ from common.models.vlm_assemble import PROJECTOR
 from training import features
 from training.codes import Codes, few
 from training.language import LanguageModel
-from training.projector import FeatureStore, Projector, align
-from training.train import Stage, keep_all, train
+from training.projector import FeatureStore, compose, perceive
+from training.train import Stage, keep_half, train
 
+PERCEPTION = "perception.pt"
 ENDLESS = 1 << 40  # pictures: every one is new
 
 
@@ -43,7 +44,7 @@ def run_codes(work: Path, language: LanguageModel, options: argparse.Namespace) 
         tokens: Tensor = codes(pictures)
         return tokens
 
-    def keep(pictures: list[Picture], rng: random.Random) -> Tensor:
+    def keep(pictures: list[Picture], rng: random.Random, falling: bool) -> Tensor:
         return torch.tensor([few(picture, rng) for picture in pictures])
 
     minutes = options.codes_minutes
@@ -53,15 +54,7 @@ def run_codes(work: Path, language: LanguageModel, options: argparse.Namespace) 
 
 def run_projector(work: Path, language: LanguageModel, codes: Codes, options: argparse.Namespace) -> None:
     store = FeatureStore(work, options.pictures)
-    projector = Projector()
-    aligned = work / "aligned.pt"
-    if not aligned.exists() and dist.get_rank() == 0:
-        align(projector, codes, store, steps=options.align_steps)
-        scratch = aligned.with_suffix(".part")
-        torch.save(projector.state_dict(), scratch)
-        scratch.rename(aligned)
-    dist.barrier()
-    projector.load_state_dict(torch.load(aligned, weights_only=True))
+    projector = compose(work / PERCEPTION, codes)
     stage = Stage(work / "projector.pt", projector, options.rate)
 
     def embed(numbers: list[int], pictures: list[Picture]) -> Tensor:
@@ -69,7 +62,7 @@ def run_projector(work: Path, language: LanguageModel, codes: Codes, options: ar
         return tokens
 
     minutes = options.minutes
-    train(stage, language, embed, minutes=minutes, batch=options.batch, pictures=store.pictures, keep=keep_all)
+    train(stage, language, embed, minutes=minutes, batch=options.batch, pictures=store.pictures, keep=keep_half)
     if dist.get_rank() == 0:
         projector.export(options.out)
 
@@ -91,15 +84,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PROJECTOR)
     parser.add_argument("--processes", type=int, default=2, help="of one thread each")
     parser.add_argument("--pictures", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=4, help="pictures a process and step")
+    parser.add_argument("--batch", type=int, default=2, help="pictures a process and step")
     parser.add_argument("--codes-batch", type=int, default=3)
     parser.add_argument("--codes-minutes", type=float, default=15)
     parser.add_argument("--codes-rate", type=float, default=0.03)
-    parser.add_argument("--align-steps", type=int, default=1200)
+    parser.add_argument("--perception-steps", type=int, default=800)
     parser.add_argument("--minutes", type=float, default=60, help="of training the projector")
-    parser.add_argument("--rate", type=float, default=5e-4)
+    parser.add_argument("--rate", type=float, default=1e-3)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     options.text_model = get_model(DEFAULT_MODEL)
     features.compute(options.work, fetch_onnx(options.work), options.pictures)
+    if not (options.work / PERCEPTION).exists():
+        store = FeatureStore(options.work, options.pictures)
+        perceive(store, options.work / PERCEPTION, steps=options.perception_steps)
     spawn(process, (options,), nprocs=options.processes)
