@@ -29,6 +29,7 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     local_below_tokens: int = 512  # fewer uncached prompt tokens than this stay on one worker with both roles
     transfer_weight: float = 0.25  # cost of moving a prompt token, in tokens of decode load
     tie_tokens: float = 16.0  # costs this close to the best count as equal
+    hold: bool = True  # requests wait at the gateway while every decode worker is full; False: in decode's own queue
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +137,8 @@ def route(workers: Iterable[WorkerView], request: RouteRequest, policy: RoutingP
         return Plan(prefill=best, reason="single-token", scores=_scores(prefills))
     locals_ = [_local_score(w, request) for w in able if w.has(PREFILL) and w.has(DECODE)]
     decodes = [_decode_score(w, request, policy) for w in able if w.has(DECODE)]
-    pair = _best_pair(prefills, [scored for scored in decodes if has_room(scored[0], request)], request, policy)
+    roomy = [scored for scored in decodes if not policy.hold or has_room(scored[0], request)]
+    pair = _best_pair(prefills, roomy, request, policy)
     everything = _scores(prefills, decodes, locals_)
     if locals_:
         worker, score = _pick(locals_, request, policy)

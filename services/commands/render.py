@@ -127,17 +127,28 @@ def _start(span: trace_pb2.Span) -> int:
     return int(span.start_unix_nanos)
 
 
+def _pools(load: worker_pb2.Load) -> str:
+    """A line for each pool that the worker has."""
+    lines = []
+    if load.total_rows:
+        lines.append(f"rows {load.free_rows}·{load.cached_rows}·{load.held_rows}/{load.total_rows}")
+    if load.total_blocks:
+        blocks = (load.free_blocks, load.cached_blocks, load.active_blocks, load.held_blocks)
+        lines.append(f"blocks {'·'.join(map(str, blocks))}/{load.total_blocks}")
+    return "\n".join(lines)
+
+
 def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str]]) -> Table:
     """One row a worker: (name, its status, or why there is none)."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("worker", "roles", "life", "executor", "blocks", "rows", "weights MB"):
+    for heading in ("worker", "roles", "life", "executor", "pool", "weights MB"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("run", "wait", "pulls", "steps", "lag ms", "MiB"):
+    for heading in ("run", "wait", "pulls", "lag ms", "MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("integrity")
     table.caption = (
-        "blocks of KV: free·cached·active·held/total. rows of embeddings: free·cached·held/total. pulls: open here/open from here. lag: event loop, p99 of a minute. "
-        "MiB: service and engine processes"
+        "pool: KV blocks free·cached·active·held/total, embedding rows free·cached·held/total. pulls: open here/open "
+        "from here. lag: event loop, p99 of a minute. MiB: service and engine processes"
     )
     table.caption_justify = "left"
     for name, status in workers:
@@ -145,9 +156,7 @@ def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str
             table.add_row(name, *[""] * (len(table.columns) - 2), Text(status, style="red"))
             continue
         load = status.load
-        blocks = f"{load.free_blocks}·{load.cached_blocks}·{load.active_blocks}·{load.held_blocks}/{load.total_blocks}"
-        rows = f"{load.free_rows}·{load.cached_rows}·{load.held_rows}/{load.total_rows}"
-        weights = " ".join(f"{part} {size / 1e6:,.0f}" for part, size in sorted(status.weight_bytes.items()) if size)
+        weights = "\n".join(f"{part} {size / 1e6:,.0f}" for part, size in sorted(status.weight_bytes.items()) if size)
         clean = not status.integrity_errors
         state = Text("clean" if clean else status.integrity_errors[0], style="green" if clean else "red")
         if not status.healthy:
@@ -159,13 +168,11 @@ def status_table(workers: Sequence[tuple[str, worker_pb2.GetStatusResponse | str
             "+".join(status.roles),
             status.identity.incarnation[:6],
             status.executor,
-            blocks if load.total_blocks else "",
-            rows if load.total_rows else "",
+            _pools(load),
             weights,
             str(load.running),
             str(load.waiting + load.pending_images),
             f"{status.open_pulls}/{status.open_publications}",
-            str(status.engine_steps),
             milliseconds(status.loop_lag_p99_seconds),
             f"{status.resident_bytes / 2**20:,.0f}",
             state,

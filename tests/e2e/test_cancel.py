@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from common.policies.handoff.terms import HandoffLimits
+from common.policies.routing import RoutingPolicy
 from services.worker import Worker
 from tests import oracle
 from tests.e2e.conftest import Meshes
@@ -37,6 +38,7 @@ async def mesh(meshes: Meshes) -> AsyncIterator[LocalMesh]:
         config={"max_context": 1024},
         token_budget=2,
         num_blocks=BLOCKS,
+        gateway={"routing": RoutingPolicy(hold=False)},  # so that they queue at the decode worker, too
         worker={"throttle_bytes_per_second": BYTES_PER_SECOND, "handoff": patient},
     ) as made:
         yield made

@@ -28,6 +28,7 @@ async def mesh(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
         tmp_path_factory.mktemp("kill"),
         roles=("prefill", "prefill", "decode", "decode"),
         token_budget=7,
+        gateway={"routing": {"hold": False}},  # so that they queue at the workers, which is what is tested
         by_role={"decode": {"throttle_bytes_per_second": BYTES_PER_SECOND, "engine": {"num_blocks": DECODE_BLOCKS}}},
     ) as made:
         yield made

@@ -270,3 +270,5 @@ def test_hold_while_every_decode_worker_is_full() -> None:
     assert route(full[1:], ask(), POLICY) is None
     assert route([*full, view("b0", "pd", free_blocks=0)], ask(), POLICY).reason == "local-only"
     assert route(full, ask(single_token=True), POLICY).kind == "prefill-only"
+    # Where the decode workers' own queue is wanted.
+    assert route(full, ask(), RoutingPolicy(hold=False)).decode.worker_id == "d0"
