@@ -1,4 +1,4 @@
-"""What the default vision-language model knows, asked through the mesh: pictures of combinations that training never showed.
+"""What the default vision-language model knows, asked through the mesh: pictures of combinations that it never saw.
 
 Exact match of the whole answer, by kind of question; the same questions about blank pictures; and the best constant
 answer (majority guess). Questions of one picture follow each other, so that all but the first find its prefix cached.
