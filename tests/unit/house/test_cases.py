@@ -13,7 +13,7 @@ REQUIRED = [
     *(f"A{number}" for number in range(1, 18)),
     *(f"B{number}" for number in (1, 2, 3, 4, 5, 7)),
     *(f"C{number}" for number in range(1, 15)),
-    *(f"D{number}" for number in (3, 4, 5, 6, 7, 8, 10, 14)),
+    *(f"D{number}" for number in range(1, 15)),
     "E2",
     "E3",
 ]
