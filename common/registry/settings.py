@@ -2,6 +2,8 @@
 
 import msgspec
 
+from common.errors import InvalidArgument
+
 
 class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True):
     """An existing cluster or the local default; host names are looked up again at each reconnect."""
@@ -17,6 +19,18 @@ class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_seconds: float = 10.0  # at start; later, retries never end
     call_timeout_seconds: float = 5.0  # of one call with its retries
 
+    def __post_init__(self) -> None:
+        for endpoint in self.endpoints:
+            port_of(endpoint, "etcd")
+
     @property
     def workers_prefix(self) -> str:
         return f"{self.prefix.rstrip('/')}/workers/"
+
+
+def port_of(address: str, field: str) -> int:
+    """The port of host:port. Raises InvalidArgument when it has none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidArgument(f"{address!r} is not host:port", field=field)
+    return int(port)

@@ -11,6 +11,7 @@ from common import config
 from common.errors import Unavailable
 from common.log import setup_logging
 from common.models.fetch import find_model
+from common.registry.settings import port_of
 
 
 def worker(model: str, file: str, options: Mapping[str, Any]) -> None:
@@ -40,7 +41,7 @@ def gateway(models: list[str], file: str, options: Mapping[str, Any]) -> None:
 
 def etcd(address: str, data_dir: Path) -> None:
     """The packaged etcd server on loopback, for one machine. Its data is wiped at each start."""
-    port = int(address.rpartition(":")[2])
+    port = port_of(address, "address")
     asyncio.run(_etcd(port, data_dir))
 
 

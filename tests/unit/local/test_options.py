@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from common.errors import InvalidArgument
 from common.models.catalog import DEFAULT_MODEL, models_dir
 from services.cli import app
 from services.commands import models
@@ -28,6 +29,15 @@ def test_ports_of_a_worker(option: str) -> None:
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
     assert option in result.output
+
+
+@pytest.mark.parametrize(
+    "command", [["etcd", "--address", "127.0.0.1:port"], ["worker", "--roles", "decode", "--etcd", "a:b"]]
+)
+def test_an_address_without_a_port(command: list[str]) -> None:
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, InvalidArgument)
+    assert "is not host:port" in result.exception.message
 
 
 def test_models_are_where_the_running_mesh_has_them(
