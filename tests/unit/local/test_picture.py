@@ -42,5 +42,5 @@ def test_images_go_before_the_text_of_their_message(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="nothing.png"):
+    with pytest.raises(InvalidArgument, match=r"nothing\.png"):
         read_images([tmp_path / "nothing.png"])
