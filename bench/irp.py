@@ -18,7 +18,7 @@ from common.models.fetch import find_model
 from common.models.pictures import draw
 from epd.v1 import generation_pb2
 
-IMAGE_SECONDS = 0.2  # of one image on a timed encoder
+IMAGE_SECONDS = 0.5  # of one image on a timed encoder
 TIMEOUT_SECONDS = 120.0
 
 
