@@ -32,6 +32,7 @@ down: $(VENV)/.local-stamp
 
 test: $(VENV)/.dev-stamp lint
 	@$(BIN)/epd models get >/dev/null
+	@$(BIN)/epd models get picture-vlm >/dev/null
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.dev-stamp

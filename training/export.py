@@ -24,6 +24,8 @@ def main() -> None:
         projector = Projector()
         state = torch.load(tuned, weights_only=True)
         projector.load_state_dict(state["module"])
+        for parameter, smooth in zip(projector.parameters(), state["smooth"], strict=True):
+            parameter.data.copy_(smooth)
         print(f"after {state['step']} steps through the language model")
     else:
         codes = Codes(LanguageModel(get_model(DEFAULT_MODEL)))

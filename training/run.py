@@ -19,7 +19,7 @@ from training import features
 from training.codes import Codes, few
 from training.language import LanguageModel
 from training.projector import FeatureStore, compose, perceive
-from training.train import Stage, keep_half, train
+from training.train import Stage, keep_many, train
 
 PERCEPTION = "perception.pt"
 ENDLESS = 1 << 40  # pictures: every one is new
@@ -62,7 +62,7 @@ def run_projector(work: Path, language: LanguageModel, codes: Codes, options: ar
         return tokens
 
     minutes = options.minutes
-    train(stage, language, embed, minutes=minutes, batch=options.batch, pictures=store.pictures, keep=keep_half)
+    train(stage, language, embed, minutes=minutes, batch=options.batch, pictures=store.pictures, keep=keep_many)
     if dist.get_rank() == 0:
         projector.export(options.out)
 

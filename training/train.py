@@ -22,7 +22,8 @@ SAVE_SECONDS = 60.0
 WARM_UP = 20  # steps
 FALL = 0.3  # last part of the time, in which the learning rate falls
 LAST_RATE = 0.03  # of the learning rate, at the end
-SELDOM = 0.15  # how often a question of a kind is asked at least
+SELDOM = 0.35  # how often a question of a kind is asked at least
+SMOOTH = 0.99  # of the averaged parameters, kept at a step
 REMEMBER = 0.95  # running averages
 ASK = {"place": 0.1, "describe": 0.05}  # how often a question of a kind is asked at most; others always
 
@@ -42,10 +43,14 @@ class Stage:
             module.load_state_dict(state["module"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds, self.averages = state["step"], state["seconds"], state["averages"]
+        # What is exported: parameters averaged over the last steps, as good as after a fall of the learning rate.
+        self.smooth = [parameter.detach().clone() for parameter in module.parameters()]
+        if path.exists() and "smooth" in state:
+            self.smooth = state["smooth"]
 
     def save(self) -> None:
         scratch = self.path.with_suffix(f".{os.getpid()}")
-        state = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "smooth": self.smooth}
         torch.save(state | {"step": self.step, "seconds": self.seconds, "averages": self.averages}, scratch)
         scratch.rename(self.path)
 
@@ -60,7 +65,7 @@ def choose(picture: Picture, rng: random.Random, averages: Tensor) -> list[Quest
     questions = picture.questions()
     for question in questions:
         known = averages[1 + KINDS.index(question.kind)].item()
-        if rng.random() < min(ASK.get(question.kind, 1.0), max(SELDOM, 1.25 * (1 - known))):
+        if rng.random() < min(ASK.get(question.kind, 1.0), max(SELDOM, 2 * (1 - known))):
             chosen.append(question)
     return chosen or [rng.choice(questions)]
 
@@ -69,9 +74,9 @@ def choose(picture: Picture, rng: random.Random, averages: Tensor) -> list[Quest
 Keep = Callable[[list[Picture], random.Random, bool], Tensor]
 
 
-def keep_half(pictures: list[Picture], rng: random.Random, falling: bool) -> Tensor:
-    """The class token and half of the patches, at last all: fewer tokens are faster and teach nearly as much."""
-    patches = IMAGE_TOKENS - 1 if falling else IMAGE_TOKENS // 2
+def keep_many(pictures: list[Picture], rng: random.Random, falling: bool) -> Tensor:
+    """The class token and at least half of the patches, at last all: fewer tokens are faster."""
+    patches = IMAGE_TOKENS - 1 if falling else rng.randrange(IMAGE_TOKENS // 2, IMAGE_TOKENS)
     return torch.tensor([[0, *sorted(rng.sample(range(1, IMAGE_TOKENS), patches))] for _ in pictures])
 
 
@@ -119,6 +124,7 @@ def train(
                 group["lr"] = stage.rate_at(stage.seconds, budget)
             stage.optimizer.step()
             stage.step += 1
+            torch._foreach_lerp_(stage.smooth, [parameter.detach() for parameter in parameters], 1 - SMOOTH)
             _average(stage, figures, processes)
             if rank == 0:
                 bar.update(task, completed=stage.seconds, description=describe(stage))
