@@ -112,7 +112,7 @@ def test_it_answers_about_pictures_it_never_saw(model: Any, processor: Any) -> N
     """Some by `generate`; the accuracy over 500 is measured through the mesh."""
     pictures = heldout(8, seed=77)
     real, empty = _right(model, processor, pictures, False), _right(model, processor, pictures, True)
-    assert real >= 0.7
+    assert real >= 0.65
     assert empty <= 0.5
 
 
