@@ -1,7 +1,7 @@
 """What the default vision-language model knows, asked through the mesh: pictures of combinations that it never saw.
 
-Exact match of the whole answer, by kind of question; the same questions about blank pictures; and the best constant
-answer (majority guess). Questions of one picture follow each other, so that all but the first find its prefix cached.
+Exact match of the whole answer, by kind of question; the same questions about blank pictures; and the best that can be
+had without seeing (majority guess). A picture's questions follow each other, so that all but the first find its prefix cached.
 
     python -m bench accuracy [--pictures 500] [--seed 1] [--kinds background,count,colour,shape] [--concurrency 12]
 """
@@ -75,11 +75,14 @@ def by_kind(answers: list[tuple[Question, str]]) -> dict[str, float]:
 
 
 def majority(questions: list[Question]) -> dict[str, float]:
-    """Share of the most frequent right answer of each kind."""
-    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    """What whoever does not see the pictures gets right of each kind at most: the commonest answer to each wording."""
+    counts: defaultdict[str, defaultdict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for question in questions:
-        counts[question.kind][question.answer] += 1
-    return {kind: max(found.values()) / found.total() for kind, found in counts.items()}
+        counts[question.kind][question.text][question.answer] += 1
+    return {
+        kind: sum(max(found.values()) for found in texts.values()) / sum(found.total() for found in texts.values())
+        for kind, texts in counts.items()
+    }
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:

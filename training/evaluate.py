@@ -46,12 +46,15 @@ def accuracy(language: LanguageModel, tokens: Tensor, pictures: list[Picture], w
 
 
 def majority(pictures: list[Picture]) -> dict[str, float]:
-    """The share of the commonest answer, by kind."""
-    answers: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    """The share of the commonest answer to each wording, by kind: the best without seeing."""
+    answers: dict[str, dict[str, Counter[str]]] = {kind: {} for kind in KINDS}
     for picture in pictures:
         for question in picture.questions():
-            answers[question.kind][question.answer] += 1
-    return {kind: max(found.values()) / sum(found.values()) for kind, found in answers.items()}
+            answers[question.kind].setdefault(question.text, Counter())[question.answer] += 1
+    return {
+        kind: sum(max(found.values()) for found in texts.values()) / sum(found.total() for found in texts.values())
+        for kind, texts in answers.items()
+    }
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ BEFORE = "<|im_start|>user\n"
 BETWEEN = "<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
 IMAGE_TOKENS = 65
-END_WEIGHT = 0.2  # of a token of the answer: that an answer ends is soon learned
+FORM_WEIGHT = 0.1  # of an answer's token that its question tells already: such are soon learned
 
 
 class Scores(NamedTuple):
@@ -35,6 +35,7 @@ class LanguageModel:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._before = self.ids(BEFORE)
         self._between, self._end = self.ids(BETWEEN), self.ids(END)
+        self._form = self.ids("The") + self.ids(" is a.") + self._end
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
@@ -70,7 +71,8 @@ class LanguageModel:
         index = torch.tensor(where)
         logits = self.head(hidden[index[:, 0], index[:, 1]])  # [answer tokens, vocabulary]
         targets = torch.tensor([token for row in rows for token in row.targets])
-        weights = torch.where(targets == self._end[0], END_WEIGHT, 1.0)
+        told = torch.tensor([token for row in rows for token in row.told])
+        weights = torch.where(told, FORM_WEIGHT, 1.0)
         losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none") * weights
         total = sum(len(questions) for questions in asked)
 
@@ -90,10 +92,11 @@ class LanguageModel:
         group: list[int]
         scored: list[int]  # places in `ids` whose next token is scored
         targets: list[int]
+        told: list[bool]  # whether a target is no news
         answer_lengths: list[int]  # tokens, the end among them
 
     def _row(self, questions: list[Question]) -> "_Row":
-        row = self._Row([], [], [], [], [], [])
+        row = self._Row([], [], [], [], [], [], [])
         for number, question in enumerate(questions, 1):
             asked = self.ids(question.text) + self._between
             answer = self.ids(question.answer) + self._end
@@ -104,5 +107,7 @@ class LanguageModel:
             row.group.extend([number] * length)
             row.scored.extend(range(first + len(asked) - 1, first + length))
             row.targets.extend(answer)
+            known = {*self.ids(question.text), *self._form}
+            row.told.extend(token in known for token in answer)
             row.answer_lengths.append(len(answer))
         return row

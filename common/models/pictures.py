@@ -89,14 +89,20 @@ class Picture(msgspec.Struct, frozen=True, dict=True):
         return {(thing.shape, thing.colour, self.background) for thing in self.things}
 
     def questions(self) -> list[Question]:
-        """Every question that has one right answer. A shape that occurs twice is not asked for its colour."""
+        """Every question that has one right answer. A shape that occurs twice is not asked for its colour.
+
+        Answers that tell one thing of an object from another name it first: so small a language model finds what
+        belongs together only right behind its name.
+        """
         found = [Question("background", "What colour is the background?", self.background)]
         found.append(Question("count", "How many objects are there?", COUNTS[len(self.things)]))
         shapes = [thing.shape for thing in self.things]
         for thing in self.things:
             if shapes.count(thing.shape) == 1:
-                found.append(Question("colour", f"What colour is the {thing.shape}?", thing.colour))
-            found.append(Question("shape", f"What shape is the {thing.colour} object?", thing.shape))
+                said = f"The {thing.shape} is {thing.colour}."
+                found.append(Question("colour", f"What colour is the {thing.shape}?", said))
+            said = f"The {thing.colour} object is a {thing.shape}."
+            found.append(Question("shape", f"What shape is the {thing.colour} object?", said))
             found.append(Question("place", f"Where is the {thing.colour} object?", thing.place))
         listed = " and ".join(f"a {thing.colour} {thing.shape}" for thing in self.things)
         found.append(Question("describe", "What is in the picture?", listed or "nothing"))

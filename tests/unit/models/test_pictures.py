@@ -91,7 +91,9 @@ def test_questions_have_one_answer_from_the_facts() -> None:
         assert answers["What colour is the background?"] == picture.background
         assert answers["How many objects are there?"] == COUNTS[len(picture.things)]
         for thing in picture.things:
-            assert answers[f"What shape is the {thing.colour} object?"] == thing.shape
+            assert (
+                answers[f"What shape is the {thing.colour} object?"] == f"The {thing.colour} object is a {thing.shape}."
+            )
             assert answers[f"Where is the {thing.colour} object?"] == thing.place
         alone = [shape for shape, times in Counter(thing.shape for thing in picture.things).items() if times == 1]
         assert sorted(question.text for question in questions if question.kind == "colour") == sorted(
