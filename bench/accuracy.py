@@ -1,7 +1,7 @@
 """What the default vision-language model knows, asked through the mesh: pictures of combinations that it never saw.
 
 Exact match of the whole answer, by kind of question; the same questions about blank pictures; and the best that can be
-had without seeing (majority guess). A picture's questions follow each other, so that all but the first find its prefix cached.
+had without seeing (majority guess). A picture's questions follow each other: all but the first find its prefix cached.
 
     python -m bench accuracy [--pictures 500] [--seed 1] [--kinds background,count,colour,shape] [--concurrency 12]
 """
