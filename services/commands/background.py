@@ -1,12 +1,12 @@
 """`epd up --detach` and `epd down`."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
 
 from common.errors import ChildFailed, EpdError
+from common.process import readable
 from services.commands.run_dir import RunDir, default_run_dir
 
 
@@ -52,4 +52,4 @@ def down(seconds: float = 60.0) -> None:
 
 
 def _ended(descriptor: int, seconds: float) -> bool:
-    return bool(select.select([descriptor], [], [], seconds)[0])
+    return bool(readable((descriptor,), seconds))

@@ -24,6 +24,7 @@ from services.gateway import media
 from services.gateway.fleet import Fleet
 from services.gateway.media import MediaItem, Source
 from services.gateway.prompt import prompt_ids
+from services.gateway.settings import DEFAULT_TENANT
 from services.gateway.worker import keys_id
 
 MAX_STOPS = 16
@@ -126,7 +127,7 @@ class Preprocessor:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
         records = self._fleet.records(model) or await self._fleet.wait_for_records(model, self._wait_seconds)
         sampling.validate(min(record.vocab_size for record in records))
-        named = self._salt_secret or tenant
+        named = self._salt_secret or tenant != DEFAULT_TENANT
         salt = hmac.new(self._salt_secret, tenant.encode(), hashlib.sha256).digest() if named else b""
         fetched = await media.fetch(images, self._remote)
         prompt, found, keys = await asyncio.get_running_loop().run_in_executor(

@@ -16,10 +16,10 @@ from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grp
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.openai_format import ChatFormat, CompletionFormat
+from services.gateway.settings import DEFAULT_TENANT
 
 GENERATION_SERVICE = "epd.v1.GenerationService"
 TENANT_KEY = "x-epd-tenant"
-DEFAULT_TENANT = "default"
 MAX_TENANT_CHARACTERS = 64
 _TRACE_SECONDS = 2.0
 _SHOWN_PREFIXES = (f"{ChatFormat.prefix}-", f"{CompletionFormat.prefix}-", "req-")

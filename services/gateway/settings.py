@@ -10,6 +10,8 @@ from common.registry.settings import EtcdSettings
 from common.rpc.channel import KEEPALIVE_SECONDS
 from common.rpc.tls import TlsOptions
 
+DEFAULT_TENANT = "default"  # of requests that name none
+
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """All knobs of one gateway; durations in seconds."""
@@ -19,7 +21,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     http_bind: str = "127.0.0.1:8000"
     etcd: EtcdSettings | None = EtcdSettings()  # None: no registry; whoever made the gateway feeds its fleet (tests)
     salt_secret: str = (
-        ""  # tenant salts derive from it; empty: from the tenant's name alone. Gateways of one mesh share it
+        ""  # tenant salts derive from it; empty: from their names alone, the default's is empty. Gateways share it
     )
     max_in_flight: int = 256  # requests at once; more are refused with Overloaded
     max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own

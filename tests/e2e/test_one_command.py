@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.models.catalog import DEFAULT_MODEL
+from common.process import readable
 from common.registry.local_etcd import free_port
 
 SECONDS = 120.0
@@ -55,7 +55,7 @@ def wait_for_end(pids: list[int]) -> None:
         except ProcessLookupError:
             continue
         with os.fdopen(descriptor):
-            assert select.select([descriptor], [], [], SECONDS)[0], f"pid {pid} still runs"
+            assert readable((descriptor,), SECONDS), f"pid {pid} still runs"
 
 
 def test_from_up_to_down(mesh: Mesh) -> None:

@@ -1,7 +1,6 @@
 """Threads that decode images: what hangs in one is given up, and the others go on."""
 
 import os
-import select
 import threading
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import pytest
 from common.encoder.messages import Encode
 from common.encoder.preparation import Job, Preparation, Queue
 from common.errors import InvalidArgument
+from common.process import readable
 
 PATIENCE_SECONDS = 20.0
 
@@ -44,7 +44,7 @@ class Bench:
     def through(self, count: int) -> list[Job]:
         found: list[Job] = []
         while len(found) < count:
-            assert select.select([self.wake], [], [], PATIENCE_SECONDS)[0]
+            assert readable((self.wake,), PATIENCE_SECONDS)
             os.eventfd_read(self.wake)
             found += self.preparation.take()
             self.preparation.start(8)

@@ -165,7 +165,7 @@ async def test_an_image_enters_the_keys_of_its_blocks_and_those_after(mesh: Mesh
     (keys,), (other,) = one.block_keys.values(), two.block_keys.values()
     assert [a == b for a, b in zip(keys, other, strict=True)] == [True, True, False, False, False]
     item = one.media[0]
-    root = root_key(LAYOUT.model, LAYOUT.revision)
+    root = root_key(LAYOUT.model, LAYOUT.revision, one.salt)
     assert list(keys) == block_keys(root, one.prompt, LAYOUT.block_size, media=[item.span])
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ChildFailed
+from common.process import readable
 from services.supervisor import EXIT_REFUSED, ProcessSpec, Supervisor, restart_delay
 
 WAIT = "import signal, time\nprint('up', flush=True)\nsignal.pause()\n"
@@ -147,4 +147,4 @@ asyncio.run(main())
         process.wait()
         process.stdout.close()
     with os.fdopen(descriptor):
-        assert select.select([descriptor], [], [], SECONDS)[0]
+        assert readable((descriptor,), SECONDS)
