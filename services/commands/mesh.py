@@ -90,7 +90,8 @@ def process_specs(
         shared += ("--otlp-endpoint", options.otlp_endpoint)
     if options.config:
         shared += ("--config", options.config)
-    names = [f"{name}={directory}" for name, directory in {served: model_dir, **aliases}.items()]
+    # The first is the gateway's default for text, the first that takes images for those.
+    names = [f"{name}={directory}" for name, directory in {**aliases, served: model_dir}.items()]
     specs.append(
         ProcessSpec(
             name="gateway",

@@ -15,6 +15,7 @@ from common.metrics import CONTENT_TYPE
 from common.rpc.errors import from_exception
 from common.telemetry import Telemetry
 from epd.v1 import generation_pb2, trace_pb2
+from services.gateway import media
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.openai_format import Answer, ChatFormat, CompletionFormat, error_json
@@ -72,7 +73,7 @@ class HttpEdge:
             tenant = check_tenant(request.headers.get(TENANT_KEY))
             self._telemetry.attach(telemetry.extract(list(request.headers.items())))
             preprocessor = self._generator.preprocessor
-            model = preprocessor.model(body.model or "")
+            model = preprocessor.model(body.model or "", images=any(media.sources(one) for one in asked))
             tokenizer = preprocessor.tokenizers[model]
             form = ChatFormat(tokenizer) if isinstance(body, ChatBody) else CompletionFormat(tokenizer)
             wants = body.logprobs is not None if isinstance(body, CompletionBody) else bool(body.logprobs)

@@ -100,25 +100,21 @@ class Preprocessor:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def model(self, name: str) -> str:
-        """The model asked for, or the only one. Raises ModelNotFound."""
-        if not name and len(self.tokenizers) == 1:
-            return next(iter(self.tokenizers))
+    def model(self, name: str, *, images: bool = False) -> str:
+        """The model asked for; without a name the first, with images the first that takes them. Raises
+        ModelNotFound."""
+        if not name and self.tokenizers:
+            return next(iter(self.specs if images and self.specs else self.tokenizers))
         if name not in self.tokenizers:
             known = ", ".join(sorted(self.tokenizers)) or "none"
-            raise ModelNotFound(
-                f"model {name[:MAX_LABEL]!r} is not served here; served: {known}"
-                if name
-                else f"model is required: {known}",
-                field="model",
-            )
+            raise ModelNotFound(f"model {name[:MAX_LABEL]!r} is not served here; served: {known}", field="model")
         return name
 
     async def prepare(self, request: generation_pb2.GenerateRequest, tenant: str) -> Prepared:
         """Raises InvalidArgument (ContextTooLong, NeverFits) naming field and limits, ModelNotFound, NoWorkers."""
-        model = self.model(request.model)
-        check_parameters(request)
         images = media.sources(request)
+        model = self.model(request.model, images=bool(images))
+        check_parameters(request)
         if images and model not in self.specs:
             raise InvalidArgument(f"{images[0].field}: model {model} takes no images", field=images[0].field)
         self._limits.check_count(len(images), "images")

@@ -1,5 +1,6 @@
 """kill -9 of a worker at every stage of its requests: no client error, and the tokens of an undisturbed run."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,25 @@ async def disturbed(
     """The four requests, one worker of the role killed at the stage; checked against a run that nobody disturbs."""
     await mesh.whole()
     asked = prompts(path, len(ASKED), PROMPT_TOKENS, f"{role} {stage.__name__}")
-    running = [Running(mesh, prompt, options) for prompt, options in zip(asked, ASKED, strict=True)]
+    running: list[Running] = []
+    for prompt, options in zip(asked, ASKED, strict=True):
+        running.append(Running(mesh, prompt, options))
+        await _arrived(mesh, running)
     victim = await at_stage(mesh.of(role), lambda worker: stage(mesh, running, worker))
     await victim.kill()
     answers = await undisturbed(mesh, path, running)
     await mesh.settled()
     return answers
+
+
+async def _arrived(mesh: ProcessMesh, running: list[Running]) -> None:
+    """So many are at the prefill workers: the next one is routed after them."""
+    async with asyncio.timeout(30):
+        while not any(each.tokens for each in running):
+            loads = [(await mesh.status(worker)).load for worker in mesh.of("prefill")]
+            if sum(load.running + load.waiting for load in loads) >= len(running):
+                return
+            await asyncio.sleep(0.01)
 
 
 async def computing_and_queued(mesh: ProcessMesh, running: list[Running], worker: Role) -> bool:

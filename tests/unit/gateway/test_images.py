@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from common.cache.keys import block_keys, root_key
-from common.errors import EpdError, InvalidArgument
+from common.errors import EpdError, InvalidArgument, ModelNotFound
+from common.media.limits import MediaLimits
 from epd.v1 import generation_pb2
-from services.gateway.preprocess import Prepared
+from services.gateway.preprocess import Prepared, Preprocessor
 from tests.fakes import LAYOUT, MODEL
 from tests.tokenizer_files import CHAT_TEMPLATE
 from tests.unit.gateway.conftest import Mesh, generate, refusal
@@ -293,3 +294,26 @@ async def test_models_say_whether_they_take_images(mesh: Mesh) -> None:
     answer: Any = await mesh.stub.ListModels(generation_pb2.ListModelsRequest())
     (model,) = answer.models
     assert (model.images, model.encode_workers, model.prefill_workers, model.decode_workers) == (True, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "found"),
+    [("", False, "text"), ("", True, "vision"), ("vision", False, "vision"), ("text", True, "text")],
+)
+def test_without_a_name_the_first_that_fits_is_asked(name: str, images: bool, found: str) -> None:
+    tokenizers: Any = {"text": None, "vision": None, "other": None}
+    specs: Any = {"vision": None, "other": None}
+    nothing: Any = None
+    preprocessor = Preprocessor(
+        tokenizers,
+        nothing,
+        threads=1,
+        salt_secret="",
+        wait_seconds=1.0,
+        specs=specs,
+        limits=MediaLimits(),
+        remote=nothing,
+    )
+    assert preprocessor.model(name, images=images) == found
+    with pytest.raises(ModelNotFound, match="served: other, text, vision"):
+        preprocessor.model("unknown")

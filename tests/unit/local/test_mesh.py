@@ -23,7 +23,7 @@ def test_every_process_of_the_default_mesh(tmp_path: Path) -> None:
     aliases = {"t": Path("/models/t")}
     specs = process_specs(MeshOptions(model="m"), Path("/models/m"), tmp_path, tmp_path / "s", "127.0.0.1:4", aliases)
     assert [spec.name for spec in specs] == ["etcd", "gateway", "encode-0", "prefill-0", "decode-0"]
-    assert specs[1].arguments[1:3] == ("m=/models/m", "t=/models/t")
+    assert specs[1].arguments[1:3] == ("t=/models/t", "m=/models/m")
     for spec in specs[2:]:
         assert spec.arguments[spec.arguments.index("--aliases") + 1] == "t"
         assert spec.environment["OMP_WAIT_POLICY"] == "passive"
