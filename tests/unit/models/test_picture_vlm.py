@@ -125,7 +125,7 @@ def _right(model: Any, processor: Any, pictures: list, hidden: bool) -> float:
             prompt = processor.apply_chat_template(question.messages(), add_generation_prompt=True)
             image = blank(picture) if hidden else picture.image
             inputs = processor(images=[image], text=prompt, return_tensors="pt")
-            output = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+            output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
             said = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             right += said == question.answer
             asked += 1
