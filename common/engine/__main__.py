@@ -7,13 +7,12 @@ import logging
 import os
 import signal
 import socket
-import struct
 import sys
 
 import msgspec
 
 from common.engine.loop import run_engine
-from common.engine.wire import Launch
+from common.engine.wire import Launch, read_frame
 from common.transfer.pool_memory import PoolMemory
 
 
@@ -22,21 +21,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which drains and then ends us
     socket_fd, doorbell, pool_fd, *embeddings_fd = map(int, sys.argv[1:])
     sock = socket.socket(fileno=socket_fd)
-    (length,) = struct.unpack("<I", _exactly(sock, 4))
-    launch = msgspec.json.decode(_exactly(sock, length), type=Launch)
+    launch = msgspec.json.decode(read_frame(sock), type=Launch)
     memory = PoolMemory.attach(pool_fd, writable=True)
     embeddings = PoolMemory.attach(embeddings_fd[0]) if embeddings_fd else None
     run_engine(sock, doorbell, launch, memory, embeddings)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = sock.recv(count - len(data))
-        if not part:
-            raise SystemExit("the service is gone")
-        data += part
-    return data
 
 
 if __name__ == "__main__":

@@ -24,3 +24,7 @@ def read_info(directory: Path) -> ModelInfo:
         return ModelInfo()
     except msgspec.DecodeError as error:
         raise InvalidArgument(f"{directory / FILE} is damaged: {error}", field="model") from None
+
+
+def write_info(directory: Path, info: ModelInfo) -> None:
+    (directory / FILE).write_bytes(msgspec.json.encode(info) + b"\n")

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from common.models.info import ModelInfo, write_info
+
 ASSEMBLER = "vlm-llava-1"
 PROJECTOR = Path(__file__).parent / "data" / "picture_vlm_projector.safetensors"
-INFO = "epd.json"  # {"text_model": name of the model whose language weights these are}
 STAGES = ("loading libraries", "vision tower", "language weights", "tokenizer and processor")
 
 IMAGE_TOKEN, IMAGE_TOKEN_ID = "<image>", 16  # a reserved token of the text model, renamed: no new row of embeddings
@@ -84,7 +85,7 @@ def assemble(onnx: Path, text_model: Path, directory: Path, name: str, projector
     _stage(3)
     _write_json(directory / "config.json", _config(json.loads((text_model / "config.json").read_text()), name))
     (directory / "generation_config.json").write_bytes((text_model / "generation_config.json").read_bytes())
-    _write_json(directory / INFO, {"text_model": text_model.name})
+    write_info(directory, ModelInfo(text_model=text_model.name))
     _write_tokenizer(text_model, directory)
     _write_json(directory / "processor_config.json", _processor_config())
 
