@@ -103,7 +103,8 @@ async def describe(settings: WorkerSettings, computing: Computing, identity: Ide
 def _prompt_rows(engine: EngineProcess | None) -> int:
     if engine is None or engine.embeddings is None or engine.embedding_layout is None:
         return 0
-    return engine.embeddings.num_blocks * engine.embedding_layout.block_rows
+    rows: int = engine.embeddings.num_blocks * engine.embedding_layout.block_rows
+    return rows
 
 
 class Transfers:
