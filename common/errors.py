@@ -58,6 +58,24 @@ class Overloaded(EpdError):
     status, http, reason, retryable = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "OVERLOADED", True
 
 
+class RateLimited(EpdError):
+    """A tenant's limit is used up; the message names it, the hint says when there is room again."""
+
+    status, http, reason, retryable = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "RATE_LIMITED", True
+
+
+class Unauthenticated(EpdError):
+    """No key, or one that is not known (any more)."""
+
+    status, http, reason = grpc.StatusCode.UNAUTHENTICATED, 401, "UNAUTHENTICATED"
+
+
+class PermissionDenied(EpdError):
+    """The caller is known and may not do this."""
+
+    status, http, reason = grpc.StatusCode.PERMISSION_DENIED, 403, "PERMISSION_DENIED"
+
+
 class Unavailable(EpdError):
     """A peer is gone or not there yet; another try may succeed."""
 

@@ -24,6 +24,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[EpdError]] = {
     grpc.StatusCode.NOT_FOUND: errors.UnknownId,
     grpc.StatusCode.ALREADY_EXISTS: errors.DuplicateRequest,
     grpc.StatusCode.ABORTED: errors.Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
 }
 
 
