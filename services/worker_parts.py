@@ -96,7 +96,14 @@ async def describe(settings: WorkerSettings, computing: Computing, identity: Ide
         executor=executor,
         embedding_layout=encoder.layout if encoder is not None else None,
         embedding_rows=encoder.load.total_rows if encoder is not None else 0,
+        prompt_rows=_prompt_rows(engine) if PREFILL in settings.roles else 0,
     )
+
+
+def _prompt_rows(engine: EngineProcess | None) -> int:
+    if engine is None or engine.embeddings is None or engine.embedding_layout is None:
+        return 0
+    return engine.embeddings.num_blocks * engine.embedding_layout.block_rows
 
 
 class Transfers:

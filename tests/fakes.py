@@ -77,6 +77,7 @@ class FakeWorker(
         layout: KvLayout = LAYOUT,
         num_blocks: int = 1024,
         max_context: int = 4096,
+        prompt_rows: int = 4096,
         incarnation: str = "1",
     ) -> None:
         self.network = network
@@ -124,6 +125,7 @@ class FakeWorker(
             executor="fake",
             embedding_layout=EMBEDDINGS if "encode" in roles else None,
             embedding_rows=1024 if "encode" in roles else 0,
+            prompt_rows=prompt_rows if "prefill" in roles else 0,
         )
         self.record = self.template
 

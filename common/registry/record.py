@@ -27,6 +27,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draining: bool = False
     embedding_layout: EmbeddingLayout | None = None  # of workers that encode images
     embedding_rows: int = 0  # of their pool
+    prompt_rows: int = 0  # of embeddings that one prompt may have here, where prompts with images are computed
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from common.media.limits import MediaLimits
 from common.media.remote import RemoteImages
 from common.models.tokenizer import Tokenizer
 from common.models.vision.spec import VisionSpec
-from common.policies.routing import RouteRequest, blocks_needed
+from common.policies.routing import PREFILL, RouteRequest, blocks_needed
 from common.registry.record import WorkerRecord
 from common.rpc import wire
 from common.sampling import MAX_CHOICES, SamplingParams
@@ -131,6 +131,7 @@ class Preprocessor:
         )
         n = request.n if request.HasField("n") else 1
         check_limits(prompt, n, sampling, records)
+        check_rows(found, records)
         first_key = next(iter(keys.values()), [])[:1]
         return Prepared(
             internal_id=secrets.token_bytes(16),
@@ -226,6 +227,16 @@ def check_limits(prompt: Sequence[int], n: int, sampling: SamplingParams, record
         needed, there = min(blocks, key=lambda pair: pair[0] - pair[1])
         raise NeverFits(
             f"the request needs at least {needed} KV blocks; the largest pool has {there} blocks", field="prompt"
+        )
+
+
+def check_rows(media: Sequence[MediaItem], records: Sequence[WorkerRecord]) -> None:
+    """Raises NeverFits when no worker has room for the embeddings of all images of a prompt."""
+    rows, rooms = sum(item.rows for item in media), [r.prompt_rows for r in records if PREFILL in r.roles]
+    if rows > (room := max(rooms, default=rows)):  # none there just now: one may come
+        raise NeverFits(
+            f"the images are {rows} rows of embeddings together; the most that a worker takes with a prompt is {room}",
+            field="images",
         )
 
 

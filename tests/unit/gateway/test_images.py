@@ -317,3 +317,19 @@ def test_without_a_name_the_first_that_fits_is_asked(name: str, images: bool, fo
     assert preprocessor.model(name, images=images) == found
     with pytest.raises(ModelNotFound, match="served: other, text, vision"):
         preprocessor.model("unknown")
+
+
+async def test_case_d9_more_images_than_a_worker_has_room_for(vlm_dir: Path) -> None:
+    mesh = Mesh(vlm_dir)
+    await mesh.start()
+    prefill, _ = await mesh.pair(prompt_rows=4)
+    await mesh.add("e0", ["encode"])
+    try:
+        code, metadata, details = await refusal(mesh, chat(WIDE, TALL, "?"))
+        assert (code, metadata["epd-reason"]) == (INVALID, "NEVER_FITS")
+        assert "5 rows" in details
+        assert "is 4" in details
+        assert not prefill.calls
+        await generate(mesh, chat(WIDE, WIDE, "?"))  # exactly as many
+    finally:
+        await mesh.stop()
