@@ -4,6 +4,7 @@ Each is asked of a quiet mesh. A greedy answer is confirmed by transformers' own
 is the clear best of its logits, `generate` makes the same tokens. A seeded one is asked twice, of both gateways.
 """
 
+import asyncio
 import base64
 import io
 import random
@@ -69,6 +70,12 @@ class Known(msgspec.Struct, kw_only=True):
         inner = "".join(part if isinstance(part, str) else "<image>\n" for part in self.parts)
         return oracle.expanded_ids(checkpoint, f"<|user|>{inner}<|assistant|>", self.images())
 
+    def confirm(self, checkpoint: Path) -> None:
+        """See `confirm` below."""
+        ids = self.ids(checkpoint)
+        for tokens in {tuple(tokens) for tokens in self.tokens.values()}:
+            confirm(checkpoint, ids, self.images(), tokens)
+
     def images(self) -> list[Image.Image]:
         return [Image.open(io.BytesIO(part)).convert("RGB") for part in self.parts if isinstance(part, bytes)]
 
@@ -121,8 +128,7 @@ async def _clear(
             raise AssertionError(f"{kind}: ended early")
         try:
             if known.greedy:
-                for tokens in known.tokens.values():
-                    confirm(checkpoint, known.ids(checkpoint), known.images(), tokens)
+                await asyncio.to_thread(known.confirm, checkpoint)
             return known
         except oracle.NearTie:
             continue

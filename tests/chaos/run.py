@@ -11,6 +11,7 @@ import httpx
 
 from common.rpc.channel import connect
 from epd.v1 import generation_pb2_grpc
+from tests import oracle
 from tests.chaos.faults import Faults
 from tests.chaos.mesh import ChaosMesh, Process, chaos_mesh
 from tests.chaos.namespaces import CannotMake, Namespaces
@@ -41,6 +42,8 @@ async def run(
     """minutes: of faults. interval: mean seconds between two. directory: for logs; by default a temporary one."""
     with tempfile.TemporaryDirectory(prefix="epd-chaos-") as temporary:
         checkpoint = vlm_checkpoint("llava", Path(temporary) / "checkpoint")
+        # Before there are proxies in this process's loop: loading takes it for seconds.
+        await asyncio.to_thread(oracle.reference_vlm, checkpoint)
         counts = processes or COUNTS_OF_PROCESSES
         network, namespaces = "no namespaces", None
         if use_namespaces:
