@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+from typing import Any
 
 import msgspec
 
@@ -13,13 +14,17 @@ from common import telemetry
 from common.engine.client import Engine
 from common.errors import EngineFailed, InvalidArgument
 from common.registry.etcd import EtcdRegistry
+from common.rpc.access import Access
 from common.rpc.lag import LoopLag
+from common.rpc.peer_name import WORKER, PeerName
 from common.rpc.server import Server, make_server
+from common.rpc.tls import TlsOptions
 from common.rpc.trace_service import TraceService
 from common.rpc.worker_context import WorkerContext, new_incarnation
 from common.rpc.worker_service import WorkerService
 from common.span_store import SpanStore
 from common.tasks import first
+from common.transfer.channels import allowed_channels
 from common.transfer.key import Identity
 from epd.v1 import (
     decode_pb2_grpc,
@@ -87,12 +92,20 @@ class Worker:
         cleanup.push_async_callback(tel.shutdown)
         self.lag.start()
         cleanup.push_async_callback(self.lag.stop)
-        computing = self.computing = await Computing.launch(settings, cleanup)
-
-        server = self._server = make_server(telemetry=tel, receive_bytes=settings.encoder.media.message_bytes)
         # Replicas in containers share roles and process ids, not host names.
         default_id = f"{'-'.join(settings.roles)}-{socket.gethostname()}-{os.getpid()}"
         identity = Identity(settings.worker_id or default_id, new_incarnation())
+        if settings.tls is not None:
+            tel.metrics.certificate_end.set(settings.tls.check(PeerName(WORKER, identity.worker_id)))
+        allowed_channels(settings.channels, encrypted=settings.tls is not None)  # refused before anything is loaded
+        computing = self.computing = await Computing.launch(settings, cleanup)
+
+        server = self._server = make_server(
+            telemetry=tel,
+            tls=settings.tls,
+            access=Access(tel.metrics) if settings.tls is not None else None,
+            receive_bytes=settings.encoder.media.message_bytes,
+        )
         transfers = self.transfers = Transfers(settings, computing, identity)
         await transfers.start(cleanup)
         record = await describe(settings, computing, identity)
@@ -112,7 +125,7 @@ class Worker:
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
         context.record = msgspec.structs.replace(record, address=f"{settings.reachable_host}:{port}")
         if settings.metrics_port >= 0:
-            http, _ = tel.metrics.serve(settings.host, settings.metrics_port)
+            http, _ = tel.metrics.serve(settings.host, settings.metrics_port, **_https(settings.tls))
             cleanup.callback(http.shutdown)
         # Healthy before listed: whoever finds this worker in the registry can call it.
         await server.set_serving(True)
@@ -158,6 +171,18 @@ class Worker:
     async def stop(self) -> None:
         """At once; `drain` first to be kind."""
         await self._exit.aclose()
+
+
+def _https(tls: TlsOptions | None) -> dict[str, Any]:
+    """Metrics, too, are for those who have a certificate."""
+    if tls is None:
+        return {}
+    return {
+        "certfile": tls.cert_file,
+        "keyfile": tls.key_file,
+        "client_cafile": tls.ca_file,
+        "client_auth_required": True,
+    }
 
 
 async def run_worker(settings: WorkerSettings) -> None:

@@ -199,6 +199,8 @@ class Pull:
         match response.WhichOneof("event"):
             case "opened":
                 self._chosen = response.opened.channel
+                if self._chosen not in self._home.channels:
+                    raise errors.TransferFailed("the owner chose a channel that was not offered")
                 return machine.Opened()
             case "started":
                 told = response.started

@@ -30,7 +30,7 @@ class Fleet:
     ) -> None:
         self._workers: dict[str, Worker] = {}
         self._metrics = metrics
-        self._connect = functools.partial(connect, tls=tls, keepalive_seconds=keepalive_seconds)
+        self._connect = functools.partial(connect, tls=tls, metrics=metrics, keepalive_seconds=keepalive_seconds)
         self._changed = asyncio.Event()
         self._load_changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()

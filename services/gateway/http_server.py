@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from common.errors import AddressTaken, InvalidArgument
+from common.rpc.tls import TlsOptions
 
 _BACKLOG = 1024
 _PORT = re.compile("[0-9]{1,5}")
@@ -22,7 +23,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, tls: TlsOptions | None = None) -> None:
         # The last client to go is waited for by `stop`, not by uvicorn.
         self._config = uvicorn.Config(
             app,
@@ -32,6 +33,7 @@ class HttpServer:
             lifespan="off",
             timeout_keep_alive=30,
             ws="none",
+            **(tls.uvicorn_options() if tls is not None else {}),
         )
         self._server = _Server(self._config)
         self._task: asyncio.Task[None] | None = None

@@ -9,10 +9,12 @@ from pathlib import Path
 from common import telemetry
 from common.errors import InvalidArgument
 from common.media.remote import RemoteImages
+from common.metrics import Metrics
 from common.models.tokenizer import Tokenizer
 from common.models.vision.spec import VisionSpec
 from common.registry.etcd import EtcdRegistry
 from common.rpc.lag import LoopLag
+from common.rpc.peer_name import GATEWAY, PeerName
 from common.rpc.server import Server, make_server
 from common.span_store import SpanStore
 from epd.v1 import generation_pb2_grpc, trace_pb2_grpc
@@ -75,6 +77,7 @@ class Gateway:
         cleanup.push_async_callback(tel.shutdown)
         self.lag.start()
         cleanup.push_async_callback(self.lag.stop)
+        _check_certificates(settings, tel.metrics)
         tokenizers = {name: await asyncio.to_thread(_load, name, path) for name, path in settings.models.items()}
         specs = {name: await asyncio.to_thread(_load_vision, path) for name, path in settings.models.items()}
         remote = RemoteImages(settings.remote, settings.media)
@@ -104,7 +107,7 @@ class Gateway:
         await server.start(settings.grpc_bind)
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
         edge = HttpEdge(self.generator, self.fleet, traces, tel)
-        self._http = HttpServer(edge.app)
+        self._http = HttpServer(edge.app, settings.tls)
         await self._http.start(settings.http_bind)
         cleanup.push_async_callback(self._http.stop, _LAST_SECONDS)
         if settings.etcd is not None:
@@ -147,6 +150,15 @@ async def run_gateway(settings: GatewaySettings) -> None:
         await asyncio.gather(drained, hurried, return_exceptions=True)
     finally:
         await gateway.stop()
+
+
+def _check_certificates(settings: GatewaySettings, metrics: Metrics) -> None:
+    """Raises InvalidArgument, before anything is loaded, saying what to do about one that cannot be used."""
+    ends = [settings.tls.check()] if settings.tls is not None else []
+    if settings.worker_tls is not None:
+        ends.append(settings.worker_tls.check(PeerName(GATEWAY, "")))
+    if ends:
+        metrics.certificate_end.set(min(ends))
 
 
 def _load_vision(path: str) -> VisionSpec | None:

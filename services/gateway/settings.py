@@ -48,8 +48,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tenants: int = 1000  # labels in metrics; further tenants are counted as "other"
     otlp_endpoint: str = ""
     trace_sample_ratio: float = 1.0
-    tls: TlsOptions | None = None  # of the gRPC server
-    worker_tls: TlsOptions | None = None  # towards workers
+    tls: TlsOptions | None = None  # of the public servers, gRPC and HTTPS
+    worker_tls: TlsOptions | None = None  # towards workers: a certificate of this gateway
 
     def slo_target(self, model: str, tenant: str) -> SloTarget:
         return self.slo_tenants.get(tenant) or self.slo_models.get(model) or self.slo

@@ -12,6 +12,7 @@ from common.cache.keys import INDEX_KEY_BYTES, KvLayout
 from common.policies.encoding import ENCODE, EncoderView
 from common.policies.routing import DECODE, PREFILL, WorkerView
 from common.registry.record import WorkerRecord
+from common.rpc.tls import handshake_refusal
 from epd.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -56,7 +57,7 @@ class Worker:
         record: WorkerRecord,
         changed: Callable[[], None],
         loaded: Callable[[], None],
-        connect: Callable[[str], grpc.aio.Channel],
+        connect: Callable[[str, str], grpc.aio.Channel],
     ) -> None:
         self.record = record
         self.identity = types_pb2.WorkerIdentity(worker_id=record.worker_id, incarnation=record.incarnation)
@@ -74,9 +75,10 @@ class Worker:
         self._unused = asyncio.Event()
         self._unused.set()
         self._reports = 0
+        self._refusal = ""  # why its certificate was not accepted
         self._silences = 0
         self.heard_at = 0.0  # when the watch last told something; a working engine's load changes all the time
-        self._channel = connect(record.address)
+        self._channel = connect(record.address, record.worker_id)
         self.encode = encode_pb2_grpc.EncodeServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
@@ -215,6 +217,7 @@ class Worker:
                 was_up = await self._follow()
             except grpc.aio.AioRpcError as error:
                 was_up = self.up
+                self._note_refusal(handshake_refusal(error.details() or ""))
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     _log.warning("watch of worker %s ended: %s", self.worker_id, error.code().name)
             except TimeoutError:
@@ -229,6 +232,12 @@ class Worker:
             self._set_up(False)
             backoff = _FIRST_BACKOFF_SECONDS if was_up else min(_LAST_BACKOFF_SECONDS, 2 * backoff)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    def _note_refusal(self, refusal: tuple[str, str] | None) -> None:
+        """Says so, once for each reason: whoever answers at this address is not whom the registry promised."""
+        if refusal and refusal[0] != self._refusal:
+            _log.error("%s, registered as worker %s, is refused: %s", self.record.address, self.worker_id, refusal[1])
+        self._refusal = refusal[0] if refusal else ""
 
     async def _follow(self) -> bool:
         """Reads one watch; returns when it ended or a gap showed. Whether the worker was up meanwhile."""
