@@ -137,6 +137,8 @@ async def _clear(
 
 def confirm(checkpoint: Path, ids: Sequence[int], images: Sequence[Image.Image], tokens: Sequence[int]) -> None:
     """Raises AssertionError when the stock model would choose another token, NearTie when it hardly decides."""
+    if images and oracle.reference_vlm(checkpoint).config.image_token_id in tokens:
+        raise oracle.NearTie  # read at once, an image's token in the answer would stand for an image
     inputs = oracle.model_inputs(checkpoint, [*ids, *tokens[:-1]], images)
     with torch.inference_mode():
         logits = oracle.reference_vlm(checkpoint)(**inputs).logits[0, len(ids) - 1 :]
