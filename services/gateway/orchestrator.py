@@ -23,6 +23,7 @@ from services.gateway.fleet import Fleet, no_workers
 from services.gateway.outbox import Outbox
 from services.gateway.planning import Planner
 from services.gateway.preprocess import Prepared
+from services.gateway.queue import Ask
 from services.gateway.settings import GatewaySettings
 from services.gateway.worker import Worker
 
@@ -41,6 +42,9 @@ class Orchestrator:
 
     async def run(self, request: Prepared, choices: Sequence[Choice], outbox: Outbox) -> None:
         """Returns when every choice has ended. Raises the error that no further attempt could mend."""
+        received = self.planner.receiver(request.model, request.tenant)
+        for choice in choices:
+            choice.on_tokens = received
         await _Leg(self, request, outbox, 0, list(choices), 1).run()
 
 
@@ -85,7 +89,8 @@ class _Leg:
                 return
 
     async def _try(self, record: AttemptRecord) -> None:
-        plan = await self._plan()
+        ask = self._ask()
+        plan = await self._plan(ask, record)
         fleet = self._mesh.fleet
         prefill, decode = _worker(fleet, plan.prefill), _worker(fleet, plan.decode)
         if (plan.prefill and not prefill) or (plan.decode and not decode):
@@ -98,6 +103,7 @@ class _Leg:
         assert computing is not None
         tokens = uncached.get((computing.worker_id, "prefill" if prefill else "local"), 0)
         with contextlib.ExitStack() as charges:
+            charges.enter_context(self._mesh.planner.sent(ask, plan, record, encodes=bool(self._request.media)))
             charges.enter_context(computing.charge(tokens=tokens))
             if decode is not None:
                 length = len(self._request.prompt) + self._output_tokens
@@ -121,19 +127,22 @@ class _Leg:
     def _output_tokens(self) -> int:
         return len(self._choices[0].output_token_ids) if len(self._choices) == 1 else 0
 
-    async def _plan(self) -> Plan:
+    async def _plan(self, ask: Ask, record: AttemptRecord) -> Plan:
         """Waits, bounded, for a routable worker and for room. Raises NoWorkers, Overloaded."""
-        request, mesh = self._request, self._mesh
         attributes = {
             # The internal id, as the workers' spans have it: the trace can be found by either.
-            telemetry.REQUEST_ID: request.internal_id.hex(),
+            telemetry.REQUEST_ID: self._request.internal_id.hex(),
             telemetry.LEG: self._number,
-            telemetry.ATTEMPT: self._attempt,
+            telemetry.ATTEMPT: record.attempt,
         }
-        settings = mesh.settings
-        # Work done so far is worth a longer wait: the only worker of its role may be starting again.
-        seconds = settings.recovery_seconds if self._attempt > 1 else settings.route_wait_seconds
-        wanted = (
+        with telemetry.start_span(telemetry.GATEWAY_ROUTE, attributes=attributes) as span:
+            plan = await self._mesh.planner.plan(ask, span)
+        record.queued_seconds = ask.queued_seconds
+        return plan
+
+    def _ask(self) -> Ask:
+        request, settings = self._request, self._mesh.settings
+        wanted = [
             request.route_request(
                 output_tokens=self._output_tokens,
                 choices=len(self._choices),
@@ -141,9 +150,19 @@ class _Leg:
                 prefer_prefill=self._prefer_prefill,
             )
             for exclude in (self._exclude, frozenset[str]())
+        ]
+        # Work done so far is worth a longer wait: the only worker of its role may be starting again.
+        seconds = settings.recovery_seconds if self._attempt > 1 else settings.route_wait_seconds
+        return Ask(
+            model=request.model,
+            tenant=request.tenant,
+            priority=request.priority,
+            prompt_tokens=wanted[0].prompt_tokens,
+            wanted=tuple(wanted),
+            wait_seconds=seconds,
+            hold_seconds=settings.hold_seconds,
+            resumed=self._attempt > 1,
         )
-        with telemetry.start_span(telemetry.GATEWAY_ROUTE, attributes=attributes) as span:
-            return await mesh.planner.plan(request.model, wanted, seconds, span)
 
     async def _after(self, failure: CallFailed) -> None:
         """Prepares the next attempt, or raises when there is none."""

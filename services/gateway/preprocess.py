@@ -68,6 +68,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             single_token=self.single_token,
             min_output_tokens=max(1, _sure_tokens(self.sampling) - output_tokens),
             exclude=exclude,
+            images=bool(self.media),
             prefer_prefill=prefer_prefill,
         )
 

@@ -1,9 +1,12 @@
 """How one gateway is set up."""
 
+from typing import Literal
+
 import msgspec
 
 from common.media.limits import MIB, MediaLimits
 from common.media.remote import RemoteSettings
+from common.policies.fairness import FairnessPolicy
 from common.policies.routing import RoutingPolicy
 from common.policies.slo import SloTarget
 from common.registry.settings import EtcdSettings
@@ -42,6 +45,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_threads: int = 2
     buffered_tokens: int = 512  # not yet taken by a slow client; then the worker's stream is read no further
     routing: RoutingPolicy = RoutingPolicy()
+    fairness: FairnessPolicy = FairnessPolicy()  # who goes first while all workers are full
+    max_queued_tokens: int = 0  # of prompts that wait for room; 0: no bound of its own
+    # A request that would wait in the queue for longer than this is refused at once: its deadline (hold_seconds in any
+    # case), its TTFT target, or never.
+    refuse_by: Literal["deadline", "slo", "never"] = "deadline"
     slo: SloTarget = SloTarget()
     slo_models: dict[str, SloTarget] = {}  # by served name
     slo_tenants: dict[str, SloTarget] = {}  # by tenant; wins over the model's

@@ -265,7 +265,7 @@ def test_a_full_decode_worker_is_not_chosen() -> None:
 
 def test_hold_while_every_decode_worker_is_full() -> None:
     full = [view("p0"), view("d0", "d", free_blocks=0)]
-    assert route(full, ask(), POLICY) == Hold()
+    assert route(full, ask(), POLICY) == Hold("decode")
     # Nothing to wait for: no pair, or one worker does it all and queues by itself.
     assert route(full[1:], ask(), POLICY) is None
     assert route([*full, view("b0", "pd", free_blocks=0)], ask(), POLICY).reason == "local-only"
