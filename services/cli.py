@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from common.process import end_with_parent
+from services.commands.keys_app import keys_app
 from services.commands.models_app import models_app
 
 EXIT_REFUSED = 2  # as services.supervisor, which is not imported here for its cost
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(models_app, name="models")
+app.add_typer(keys_app, name="keys")
 
 LOCAL, ROLES, USE = "On one machine", "One role", "Use a running mesh"
 

@@ -19,6 +19,7 @@ from etcd3aio.kv import KVService, prefix_range_end
 from common import errors
 from common.registry.settings import EtcdSettings
 
+end_of_prefix = prefix_range_end
 _T = TypeVar("_T")
 _TRANSIENT = (etcd3aio.EtcdConnectionError, etcd3aio.EtcdTransientError, etcd3aio.EtcdUnauthenticatedError, OSError)
 _GRPC_ERRORS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)  # the latter: closed meanwhile
@@ -86,6 +87,11 @@ class EtcdConnection:
         response = await self._call(lambda client: client.kv.txn(compare=[unchanged], success=[put], failure=[]))
         return bool(response.succeeded)
 
+    async def delete(self, key: str) -> bool:
+        """False when there was no such key."""
+        response = await self._call(lambda client: client.kv.delete(key))
+        return bool(response.deleted)
+
     async def grant(self, ttl_seconds: int) -> int:
         return int((await self._call(lambda client: client.lease.grant(ttl_seconds))).ID)
 
@@ -133,6 +139,16 @@ class EtcdConnection:
         finally:
             await self._drop(client)  # so that a token that has run out is renewed, and host names are looked up again
         raise WatchBroken("ended by etcd")
+
+    async def administer(self, operation: Callable[[Any], Awaitable[Any]]) -> bool:
+        """Runs an operation of the library's auth service; False when what it makes is there already."""
+        try:
+            await self._call(lambda client: operation(client.auth))
+        except errors.RegistryRefused as error:
+            if "already exist" not in error.message and "already granted" not in error.message:
+                raise
+            return False
+        return True
 
     # --- connecting -------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from services.gateway.admission import Admission
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.http import HttpEdge
-from services.gateway.http_server import HttpServer
+from services.gateway.http_server import HttpServer, serve_metrics
+from services.gateway.identity.identity import Identity
 from services.gateway.orchestrator import Orchestrator
 from services.gateway.preprocess import Preprocessor
 from services.gateway.service import GENERATION_SERVICE, GenerationService, MeshTraceService
@@ -47,9 +48,11 @@ class Gateway:
             sample_ratio=settings.trace_sample_ratio,
             store=self.store,
         )
+        self.identity: Identity
         self.fleet: Fleet
         self.admission: Admission
         self.generator: Generator
+        self.metrics_address = ""  # when it is not the HTTP edge's
         self.lag = LoopLag(self.telemetry.metrics)
         self._server: Server
         self._http: HttpServer
@@ -78,6 +81,15 @@ class Gateway:
         self.lag.start()
         cleanup.push_async_callback(self.lag.stop)
         _check_certificates(settings, tel.metrics)
+        self.identity = Identity(
+            settings.identity,
+            tel.metrics,
+            etcd=settings.etcd,
+            limits=settings.limits,
+            other_limits=settings.other_limits,
+        )
+        cleanup.push_async_callback(self.identity.stop)
+        await self.identity.start()
         tokenizers = {name: await asyncio.to_thread(_load, name, path) for name, path in settings.models.items()}
         specs = {name: await asyncio.to_thread(_load_vision, path) for name, path in settings.models.items()}
         remote = RemoteImages(settings.remote, settings.media)
@@ -98,18 +110,21 @@ class Gateway:
         cleanup.callback(preprocessor.close)
         orchestrator = Orchestrator(self.fleet, settings, tel)
         self.generator = Generator(self.admission, preprocessor, orchestrator, settings, tel)
-        traces = MeshTraceService(self.store, self.fleet)
+        traces = MeshTraceService(self.store, self.fleet, self.identity)
 
         server = self._server = make_server(telemetry=tel, tls=settings.tls, receive_bytes=settings.media.message_bytes)
-        service = GenerationService(self.generator, self.fleet)
+        service = GenerationService(self.generator, self.fleet, self.identity)
         server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, GENERATION_SERVICE)
         server.add(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces, "epd.v1.TraceService")
         await server.start(settings.grpc_bind)
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
-        edge = HttpEdge(self.generator, self.fleet, traces, tel)
+        edge = HttpEdge(self.generator, self.fleet, traces, tel, self.identity)
         self._http = HttpServer(edge.app, settings.tls)
         await self._http.start(settings.http_bind)
         cleanup.push_async_callback(self._http.stop, _LAST_SECONDS)
+        if settings.metrics_bind:
+            self.metrics_address, close = serve_metrics(tel.metrics, settings.metrics_bind)
+            cleanup.callback(close)
         if settings.etcd is not None:
             registry = EtcdRegistry(settings.etcd, tel.metrics)
             cleanup.push_async_callback(registry.close)

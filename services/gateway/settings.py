@@ -7,11 +7,13 @@ import msgspec
 from common.media.limits import MIB, MediaLimits
 from common.media.remote import RemoteSettings
 from common.policies.fairness import FairnessPolicy
+from common.policies.limits import TenantLimits
 from common.policies.routing import RoutingPolicy
 from common.policies.slo import SloTarget
 from common.registry.settings import EtcdSettings
 from common.rpc.channel import KEEPALIVE_SECONDS
 from common.rpc.tls import TlsOptions
+from services.gateway.identity.settings import IdentitySettings
 
 DEFAULT_TENANT = "default"  # of requests that name none
 
@@ -26,6 +28,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     salt_secret: str = (
         ""  # tenant salts derive from it; empty: from their names alone, the default's is empty. Gateways share it
     )
+    identity: IdentitySettings = IdentitySettings()  # keys and their tenants
+    limits: dict[str, TenantLimits] = {}  # by tenant; those that the identity's source names win
+    other_limits: TenantLimits = TenantLimits()  # of each tenant that is named in neither
     max_in_flight: int = 256  # requests at once; more are refused with Overloaded
     max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own
     max_in_flight_bytes: int = 1024 * MIB  # of those, as they were sent: images stay in memory for another attempt
@@ -54,6 +59,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     slo_models: dict[str, SloTarget] = {}  # by served name
     slo_tenants: dict[str, SloTarget] = {}  # by tenant; wins over the model's
     max_tenants: int = 1000  # labels in metrics; further tenants are counted as "other"
+    metrics_bind: str = ""  # host:port for /metrics; empty: at the HTTP edge, unless keys are needed there
     otlp_endpoint: str = ""
     trace_sample_ratio: float = 1.0
     tls: TlsOptions | None = None  # of the public servers, gRPC and HTTPS
