@@ -205,6 +205,14 @@ class ChaosMesh:
             if not process.role.alive or _group(left) != process.role.pid
         ]
 
+    def tracebacks(self) -> list[str]:
+        """What processes have logged with one: an error that nobody has foreseen."""
+        found: list[str] = []
+        for process in self.processes.values():
+            lines = process.role.log.read_text(errors="replace").splitlines()
+            found += [f"{process.name}: {line[-400:]}" for line in lines if "Traceback" in line]
+        return found
+
     async def stop(self) -> list[str]:
         """SIGTERM to all; what did not end by itself, or left something behind."""
         self._stopping = True

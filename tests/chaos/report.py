@@ -40,6 +40,8 @@ class Account(msgspec.Struct, kw_only=True):
     left: Left
     ends: list[str]  # processes that ended unasked, or did not when asked
     late_starts: int = 0
+    tracebacks: list[str] = []  # in the processes' logs
+    log: list[tuple[float, str, str]] = []  # monotonic seconds, fault, process
 
     def count(self, *outcomes: str) -> int:
         return sum(each.outcome in outcomes for each in self.seen)
@@ -68,6 +70,7 @@ class Account(msgspec.Struct, kw_only=True):
             "open spans": len(self.left.spans),
             "processes left": len(self.left.processes),
             "processes that ended unasked, or did not when asked": len(self.ends),
+            "tracebacks in logs": len(self.tracebacks),
         }
 
     def failures(self) -> list[str]:
@@ -116,6 +119,7 @@ class Account(msgspec.Struct, kw_only=True):
 
     def details(self) -> list[str]:
         lines = [*self.left.blocks, *self.left.spans, *self.left.processes, *self.ends]
+        lines += [f"{count:4d} × {line}" for line, count in Counter(self.tracebacks).most_common(_SHOWN)]
         reasons = Counter((each.outcome, each.detail[:110]) for each in self.seen if each.outcome in _EXPLAINED)
         lines += [f"{count:4d} × {outcome}: {detail}" for (outcome, detail), count in reasons.most_common(_SHOWN)]
         wrong = [each for each in self.seen if each.faults() or each.outcome in (verdict.FALSE_END, verdict.HUNG)]
@@ -131,6 +135,7 @@ class Account(msgspec.Struct, kw_only=True):
             "must be zero": self.zeros(),
             "failures": self.failures(),
             "details": self.details(),
+            "log": [(round(at, 2), fault, process) for at, fault, process in self.log],
             "not completed": [_one(each) for each in self.seen if each.outcome in _EXPLAINED],
         }
         path.write_text(json.dumps(found, indent=1))

@@ -109,6 +109,8 @@ async def _disturbed(
         left=left,
         ends=unasked,
         late_starts=mesh.late_starts,
+        tracebacks=mesh.tracebacks(),
+        log=faults.log,
     )
 
 
