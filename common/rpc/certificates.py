@@ -77,11 +77,18 @@ class Authority:
         return cls(directory, certificate, key)
 
     def issue(
-        self, name: PeerName, hosts: Sequence[str] = (), *, days: int = DEFAULT_DAYS, into: Path | None = None
+        self,
+        name: PeerName,
+        hosts: Sequence[str] = (),
+        *,
+        days: int = DEFAULT_DAYS,
+        begin: datetime | None = None,
+        into: Path | None = None,
     ) -> Path:
         """Writes <id>.pem and <id>.key, an earlier one's place being taken. Returns the certificate's file.
 
         hosts: names and addresses that a gateway or an etcd is reached by; workers are known by their id alone.
+        begin: of its days, now if not given.
         into: a directory that gets copies, with the authority's certificate, for another host.
         Raises InvalidArgument for a bad id, one of another role, or hosts of a role that has none.
         """
@@ -94,7 +101,7 @@ class Authority:
         if name.role != CLIENT:
             purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
         last = self._certificate.not_valid_after_utc
-        builder = _builder(subject, self._certificate.subject, key.public_key(), days, last)
+        builder = _builder(subject, self._certificate.subject, key.public_key(), days, begin, last)
         for extension, critical in (
             (x509.BasicConstraints(ca=False, path_length=None), True),
             (_key_usage(digital_signature=True), True),
@@ -203,13 +210,18 @@ def _load(pem: bytes, where: str) -> x509.Certificate:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int, last: datetime | None = None
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    days: int,
+    begin: datetime | None = None,
+    last: datetime | None = None,
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    end = now + timedelta(days=days)
+    begin = begin or datetime.now(UTC)
+    end = begin + timedelta(days=days)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(min(now, end) - _SKEW).not_valid_after(min(end, last) if last else end)
+    builder = builder.not_valid_before(begin - _SKEW).not_valid_after(min(end, last) if last else end)
     return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
 

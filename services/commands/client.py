@@ -19,6 +19,7 @@ DEFAULT_GRPC = "127.0.0.1:50051"
 DEFAULT_ETCD = "127.0.0.1:2379"
 NO_TRUST = Trust()  # beyond what the run directory tells
 _PROBE_SECONDS = 2.0
+_ADVICE = {"untrusted": " (--ca)", "name": " (--name, or another --address)"}
 
 
 def gateway_address(given: str) -> str:
@@ -40,6 +41,7 @@ def etcd_address(given: str) -> str:
 @contextlib.asynccontextmanager
 async def dial(address: str, trust: Trust = NO_TRUST) -> AsyncIterator[grpc.aio.Channel]:
     """A channel whose failures are errors of ours that say what to do."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what a handshake failed of is told below, in our words
     tls = trust.gateway(address)
     async with connect(address, tls=tls) as channel:
         try:
@@ -47,7 +49,7 @@ async def dial(address: str, trust: Trust = NO_TRUST) -> AsyncIterator[grpc.aio.
         except grpc.aio.AioRpcError as error:
             known = from_rpc(error)
             if refusal := handshake_refusal(known.message):
-                raise Unavailable(f"{address} is not trusted: {refusal[1]}; --ca names whom to trust") from None
+                raise Unavailable(f"{address} is not trusted: {refusal[1]}{_ADVICE.get(refusal[0], '')}") from None
             if type(known) is Unavailable and tls is None and await _speaks_tls(address):
                 raise Unavailable(f"{address} speaks TLS: name its authority with --ca or EPD_CA") from None
             if type(known) is Unavailable:
