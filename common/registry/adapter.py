@@ -81,10 +81,18 @@ class EtcdConnection:
         return [_entry(found) for found in response.kvs], response.header.revision
 
     async def put_if_version(self, entry: Entry) -> bool:
-        """Writes the value under the lease if the key still has entry.version; False if somebody was faster."""
+        """Writes the value under the lease if the key still has entry.version; False if somebody was faster.
+
+        Raises UnknownId when the lease has run out since it was granted or renewed.
+        """
         unchanged = KVService.txn_compare_version(entry.key, entry.version)
         put = KVService.txn_op_put(entry.key, entry.value, lease=entry.lease_id)
-        response = await self._call(lambda client: client.kv.txn(compare=[unchanged], success=[put], failure=[]))
+        try:
+            response = await self._call(lambda client: client.kv.txn(compare=[unchanged], success=[put], failure=[]))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            raise errors.UnknownId("etcd knows the lease no more") from None
         return bool(response.succeeded)
 
     async def delete(self, key: str) -> bool:
