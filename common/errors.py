@@ -2,12 +2,16 @@
 
 import grpc
 
+MAX_MESSAGE_CHARACTERS = 1000
+MAX_FIELD_CHARACTERS = 128
+
 
 class EpdError(Exception):
     """Base of all errors that cross a process boundary.
 
     `message` is shown to callers, so it never holds prompts, outputs, token ids or keys.
-    `field` names the offending input; `retry_after_seconds` is a hint for retryable ones.
+    `field` names the offending input; `retry_after_seconds` is a hint for retryable ones. Both texts are cut to a
+    length that every transport takes, for they may name what a caller sent (a model, an unknown parameter).
     """
 
     status = grpc.StatusCode.INTERNAL
@@ -16,9 +20,9 @@ class EpdError(Exception):
     retryable = False  # another worker, or the same one later, may succeed
 
     def __init__(self, message: str, *, field: str = "", retry_after_seconds: float | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+        self.message = _cut(message, MAX_MESSAGE_CHARACTERS)
+        super().__init__(self.message)
+        self.field = _cut(field, MAX_FIELD_CHARACTERS)
         self.retry_after_seconds = retry_after_seconds
 
 
@@ -174,6 +178,10 @@ class ChildFailed(EpdError):
     """A process of a local mesh refuses to start, or has failed too often."""
 
     reason = "CHILD_FAILED"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def by_reason() -> dict[str, type[EpdError]]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import grpc
 
 from common import telemetry
-from common.errors import EpdError
+from common.errors import EpdError, InvalidArgument
 from common.rpc import deadline
 from common.rpc.access import Access
 from common.rpc.errors import from_exception, to_metadata
@@ -51,26 +51,44 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         name, make = _KINDS[handler.request_streaming, handler.response_streaming]
         behavior = getattr(handler, name)
+        # gRPC would answer a message that cannot be parsed with UNKNOWN and the parser's words, so it is parsed here.
+        parse = _parser(handler.request_deserializer, streaming=handler.request_streaming)
         if inspect.isasyncgenfunction(behavior):
-            guarded: Callable[..., Any] = _guard_generator(behavior, handler_call_details.method, self._access)
+            guarded: Callable[..., Any] = _guard_generator(behavior, parse, handler_call_details.method, self._access)
         elif inspect.iscoroutinefunction(behavior):
-            guarded = _guard_coroutine(behavior, handler_call_details.method, self._access)
+            guarded = _guard_coroutine(behavior, parse, handler_call_details.method, self._access)
         elif self._access is not None:
             raise TypeError(f"{handler_call_details.method} is of a kind that cannot be checked")
         else:
             return handler
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
+        return make(guarded, None, handler.response_serializer)
+
+
+def _parser(deserialize: Callable[[bytes], Any] | None, *, streaming: bool) -> Callable[[Any], Any]:
+    """From what gRPC hands over, bytes or an iterator of them, to what the handler takes."""
+
+    def parse(message: bytes) -> Any:
+        try:
+            return message if deserialize is None else deserialize(message)
+        except Exception:
+            raise InvalidArgument("the message is not what this method takes, or is damaged") from None
+
+    async def parse_all(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for message in messages:
+            yield parse(message)
+
+    return parse_all if streaming else parse
 
 
 def _guard_generator(
-    behavior: Callable[..., AsyncIterator[Any]], method: str, access: Access | None
+    behavior: Callable[..., AsyncIterator[Any]], parse: Callable[[Any], Any], method: str, access: Access | None
 ) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         deadline.set_remaining(context.time_remaining())
         try:
             if access is not None:
                 set_caller(access.check(method, context))
-            async with aclosing(behavior(request, context)) as responses:  # type: ignore[type-var]
+            async with aclosing(behavior(parse(request), context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     yield response
         except (Exception, asyncio.CancelledError) as error:
@@ -80,14 +98,14 @@ def _guard_generator(
 
 
 def _guard_coroutine(
-    behavior: Callable[..., Awaitable[Any]], method: str, access: Access | None
+    behavior: Callable[..., Awaitable[Any]], parse: Callable[[Any], Any], method: str, access: Access | None
 ) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: Any) -> Any:
         deadline.set_remaining(context.time_remaining())
         try:
             if access is not None:
                 set_caller(access.check(method, context))
-            return await behavior(request, context)
+            return await behavior(parse(request), context)
         except (Exception, asyncio.CancelledError) as error:
             await _answer(error, context, method)
 

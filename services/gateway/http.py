@@ -4,10 +4,12 @@ import math
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from importlib.metadata import version
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common import telemetry
@@ -16,7 +18,7 @@ from common.metrics import CONTENT_TYPE
 from common.rpc.errors import from_exception
 from common.telemetry import Telemetry
 from epd.v1 import generation_pb2, trace_pb2
-from services.gateway import media
+from services.gateway import media, openapi
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.identity.identity import Identity
@@ -43,11 +45,13 @@ class HttpEdge:
         self._traces = traces
         self._telemetry = tel
         self._max_body_bytes = generator.settings.media.message_bytes
-        # Bodies are parsed by msgspec and answers written by it, so there is no schema for FastAPI to show.
-        app = self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        # Bodies are parsed by msgspec and answers written by it, so the schema is msgspec's, too.
+        self._openapi = msgspec.json.encode(openapi.document(version("epd-mesh")))
+        app = self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
         for path, handler in (
+            ("/openapi.json", self.openapi),
             ("/v1/models", self.models),
             ("/v1/models/{model:path}", self.model),
             ("/health", self.health),
@@ -59,6 +63,7 @@ class HttpEdge:
             app.add_api_route(path, handler, methods=["GET"], response_model=None)
         app.add_exception_handler(HTTPException, _on_http)
         app.add_exception_handler(EpdError, _on_epd)
+        app.add_exception_handler(ClientDisconnect, _on_gone)
         app.add_exception_handler(Exception, _on_any)
 
     async def chat(self, request: Request) -> Response:
@@ -104,6 +109,9 @@ class HttpEdge:
             return Response(status_code=_CLIENT_GONE)
         except EpdError as error:
             return _refusal(error, headers)
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._openapi, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         self._identity.tenant_of(request.headers)
@@ -230,6 +238,11 @@ def _refusal(error: EpdError, headers: dict[str, str] | None = None) -> Response
 async def _on_epd(request: Request, error: Exception) -> Response:
     assert isinstance(error, EpdError)
     return _refusal(error)
+
+
+async def _on_gone(request: Request, error: Exception) -> Response:
+    """In the middle of its body. Nobody reads this."""
+    return Response(status_code=_CLIENT_GONE)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
