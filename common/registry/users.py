@@ -7,7 +7,7 @@ import msgspec
 
 from common.registry.adapter import EtcdConnection, end_of_prefix
 from common.registry.settings import EtcdSettings
-from common.rpc.peer_name import CLIENT, GATEWAY, WORKER, PeerName
+from common.rpc.peer_name import CLIENT, ETCD, GATEWAY, WORKER, PeerName
 
 ROOT = "root"  # etcd's own name for who may do everything; without it rights cannot be turned on
 _READ, _READ_WRITE = 0, 2  # of etcd's protocol
@@ -49,18 +49,24 @@ async def make_users(
     Raises RegistryRefused when the connection's own user may not.
     """
     for name in names:
-        if name.role in (WORKER, GATEWAY, CLIENT):
+        if name.role == ETCD:  # who has it can pass for etcd itself, so it may administer it, too
+            await _make_root(connection, name.id, None)
+        else:
             await _make_user(connection, name.id, None, rights(settings, name.role, name.id))
     for role, password in (passwords or {}).items():
         await _make_user(connection, role, password, rights(settings, role))
 
 
 async def turn_on(connection: EtcdConnection, root_password: str = "") -> None:
-    """From now on only users get in. Without a password nobody can be root again, until etcd's data is wiped."""
-    await connection.administer(lambda auth: auth.role_add(ROOT))
-    await connection.administer(lambda auth: auth.user_add(ROOT, root_password or secrets.token_urlsafe(32)))
-    await connection.administer(lambda auth: auth.user_grant_role(ROOT, ROOT))
+    """From now on only users get in. Without a password nobody can be root; etcd's own certificate is as good."""
+    await _make_root(connection, ROOT, root_password or secrets.token_urlsafe(32))
     await connection.administer(lambda auth: auth.auth_enable())
+
+
+async def _make_root(connection: EtcdConnection, user: str, password: str | None) -> None:
+    await connection.administer(lambda auth: auth.role_add(ROOT))
+    await connection.administer(lambda auth: auth.user_add(user, password or "", no_password=password is None))
+    await connection.administer(lambda auth: auth.user_grant_role(user, ROOT))
 
 
 async def _make_user(connection: EtcdConnection, user: str, password: str | None, allowed: list[Right]) -> None:

@@ -1,5 +1,6 @@
 """`epd certs`: its commands. What they need is imported when they run, as in services/cli.py."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -38,3 +39,40 @@ def issue(
     from common.rpc.peer_name import PeerName
 
     print(Authority.load(directory).issue(PeerName(role, peer_id), host or (), days=days, into=into))
+
+
+@certs_app.command("etcd-users")
+def etcd_users(
+    etcd: Annotated[str, typer.Option(help="host:port, several separated by commas", envvar="EPD_ETCD")],
+    certs: Annotated[Path | None, typer.Option(help="a user for each certificate in this directory")] = None,
+    passwords: Annotated[
+        Path | None, typer.Option(help="JSON file, 0600: worker, gateway, client, root; made when missing")
+    ] = None,
+    prefix: Annotated[str, typer.Option(help="of the mesh's entries")] = "/epd",
+    enable: Annotated[bool, typer.Option("--enable", help="then turn rights on")] = False,
+    user: Annotated[str, typer.Option(help="who we are there, root once rights are on")] = "",
+    ca: Annotated[str, typer.Option(help="etcd's authority [default: that of --certs]")] = "",
+    cert: Annotated[str, typer.Option(help="our certificate [default: etcd's own in --certs]")] = "",
+    key: Annotated[str, typer.Option(help="its key")] = "",
+) -> None:
+    """Make the mesh's users in an etcd that somebody else runs. Our own password there: EPD_ETCD_PASSWORD."""
+    import msgspec
+
+    from common.registry.settings import EtcdSettings, etcd_settings
+    from common.rpc.peer_name import ETCD
+    from common.rpc.tls import from_directory
+    from services.commands.etcd_users import etcd_users as run
+
+    settings = EtcdSettings(
+        endpoints=tuple(etcd.split(",")),
+        prefix=prefix,
+        user=user,
+        password=os.environ.get("EPD_ETCD_PASSWORD", ""),
+        ca_file=ca,
+        cert_file=cert,
+        key_file=key,
+    )
+    if certs and not ca:
+        own = etcd_settings(settings.endpoints, from_directory(certs, ETCD))
+        settings = msgspec.structs.replace(own, prefix=prefix, user=user, password=settings.password)
+    run(settings, certs, passwords, enable=enable)

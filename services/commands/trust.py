@@ -13,11 +13,14 @@ _LOOPBACK = {"127.0.0.1", "localhost", "[::1]"}
 
 
 class Trust(msgspec.Struct, frozen=True):
-    """ca: the authority's file. certs: a directory with it and a certificate of our own, named by `name`."""
+    """ca: the authority's file. certs: a directory with it and a certificate of ours: the operator's, or what there is.
+
+    name: whom the server's certificate must be of, when its address does not say; ours is the same if it is there.
+    """
 
     ca: str = ""
     certs: str = ""
-    name: str = ""  # health: whom the server's certificate must be of
+    name: str = ""
 
     def gateway(self, address: str) -> TlsOptions | None:
         """For a gateway's public server, or whoever is asked for its health; None: without TLS."""
@@ -48,7 +51,8 @@ class Trust(msgspec.Struct, frozen=True):
         return self.certs or (state.certs if state else "")
 
     def _own(self, certs: str) -> TlsOptions:
-        mine = self.name if (Path(certs) / f"{self.name}.pem").exists() else OPERATOR
+        there = sorted(path.stem for path in Path(certs).glob("*.pem") if path.name != "ca.pem")
+        mine = next((name for name in (self.name, OPERATOR, *there) if name in there), OPERATOR)
         return from_directory(certs, mine).named(self.name)
 
 

@@ -105,6 +105,18 @@ async def test_a_worker_registers_and_cannot_take_anothers_place(secured: EtcdFo
         assert set(watch.workers) == {"prefill-0"}
 
 
+async def test_etcds_own_certificate_administers_it(secured: EtcdForTests, authority: Authority) -> None:
+    """A worker that comes later gets its user."""
+    authority.issue(PeerName(WORKER, "prefill-1"))
+    await _secure(secured, authority)
+    assert await writable(settings_of(secured, authority, "prefill-1")) == set()  # of the keys that are asked for
+    assert await readable(settings_of(secured, authority, "prefill-1")) == {"workers"}
+    connection = EtcdConnection(settings_of(secured, authority, "gateway"))
+    with pytest.raises(RegistryRefused):
+        await turn_on(connection)
+    await connection.close()
+
+
 async def test_rights_outlive_a_restart(secured: EtcdForTests, authority: Authority) -> None:
     await secured.restart(wipe=False)
     assert await writable(settings_of(secured, authority, "prefill-0")) == {OWN}
