@@ -13,14 +13,13 @@ from common.rpc.channel import connect
 from epd.v1 import generation_pb2_grpc
 from tests import oracle
 from tests.chaos.faults import Faults
-from tests.chaos.mesh import ChaosMesh, Process, chaos_mesh
+from tests.chaos.mesh import FIRST_START_SECONDS, ChaosMesh, Process, chaos_mesh
 from tests.chaos.namespaces import CannotMake, Namespaces
 from tests.chaos.pool import COUNTS, Ask, Known, make_pool
 from tests.chaos.report import Account, Left
 from tests.chaos.traffic import DEADLINE_SECONDS, PATIENCE_SECONDS, Traffic
 from tests.checkpoints import vlm_checkpoint
 from tests.mesh import Answer, collect, left_in
-from tests.processes import START_SECONDS
 
 COUNTS_OF_PROCESSES = {"encode": 2, "prefill": 2, "decode": 2, "gateway": 2}
 QUIET_SECONDS = 30.0  # within which nothing of any request may be left
@@ -95,7 +94,7 @@ async def _disturbed(
         for task in (breaking, asking):
             task.cancel()
         await asyncio.gather(breaking, asking, return_exceptions=True)
-    await mesh.all_up(START_SECONDS)
+    await mesh.all_up(FIRST_START_SECONDS)
     left = await _left(mesh)
     left.processes += [f"orphan {process.pid} of an ended life" for process in mesh.orphans()]
     unasked = [*mesh.unexpected, *faults.late_ends]
@@ -143,7 +142,7 @@ async def _pool(mesh: ChaosMesh, checkpoint: Path, seed: int, size: int, progres
 
 
 async def _routable(mesh: ChaosMesh) -> None:
-    async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
+    async with asyncio.timeout(FIRST_START_SECONDS), httpx.AsyncClient() as client:
         for gateway in mesh.of("gateway"):
             while (await client.get(f"{mesh.http(gateway)}/ready")).status_code != 200:
                 await asyncio.sleep(0.1)
