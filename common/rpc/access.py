@@ -13,6 +13,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "epd.v1.PrefillService": (GATEWAY,),
     "epd.v1.DecodeService": (GATEWAY,),
     "epd.v1.TransferService": (WORKER,),
+    "epd.v1.QuotaService": (GATEWAY,),
     "epd.v1.WorkerService/Watch": (GATEWAY,),
     "epd.v1.WorkerService/GetStatus": (GATEWAY, CLIENT),
     "epd.v1.TraceService": (GATEWAY, CLIENT),

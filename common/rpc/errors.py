@@ -1,6 +1,7 @@
 """Errors over the wire: a status, with reason, field and retry hint in the trailing metadata."""
 
 import asyncio
+import math
 from collections.abc import Iterable
 
 import grpc
@@ -35,7 +36,9 @@ def to_metadata(error: EpdError) -> tuple[tuple[str, str], ...]:
     if error.field:
         found.append((FIELD_KEY, error.field.encode("ascii", "replace").decode()))
     if error.retry_after_seconds is not None:
-        found.append((RETRY_AFTER_KEY, str(max(0, round(error.retry_after_seconds * 1000)))))
+        found.append((RETRY_AFTER_KEY, str(max(0, math.ceil(error.retry_after_seconds * 1000 - 1e-6)))))
+    if error.peer:
+        found.append((PEER_KEY, error.peer.encode("ascii", "replace").decode()))
     return tuple(found)
 
 

@@ -243,6 +243,7 @@ class Attempt:
             "salt": request.salt,
             "tenant": request.tenant,
             "priority": request.priority,
+            "cache_bytes": request.cache_bytes,
         }
 
     def _prefill_request(self, worker: Worker) -> prefill_pb2.PrefillRequest:

@@ -213,6 +213,7 @@ class Encoding:
                 for image in images
             ],
             priority=self._request.priority,
+            cache_bytes=self._request.cache_bytes,
         )
         call = WorkerCall(
             worker,

@@ -26,6 +26,7 @@ from services.gateway.http_server import HttpServer, serve_metrics
 from services.gateway.identity.identity import Identity
 from services.gateway.orchestrator import Orchestrator
 from services.gateway.preprocess import Preprocessor
+from services.gateway.quota.sharing import Sharing
 from services.gateway.service import GENERATION_SERVICE, GenerationService, MeshTraceService
 from services.gateway.settings import GatewaySettings
 
@@ -49,6 +50,7 @@ class Gateway:
             store=self.store,
         )
         self.identity: Identity
+        self.sharing: Sharing
         self.fleet: Fleet
         self.admission: Admission
         self.generator: Generator
@@ -106,10 +108,15 @@ class Gateway:
             threads=settings.tokenizer_threads,
             salt_secret=settings.salt_secret,
             wait_seconds=settings.route_wait_seconds,
+            cache_bytes=lambda tenant: self.identity.limits(tenant).cache_bytes,
         )
         cleanup.callback(preprocessor.close)
+        self.sharing = Sharing(settings.gateway_id, settings.quota, self.identity.limits, tel, settings.worker_tls)
+        cleanup.push_async_callback(self.sharing.stop)
+        await self.sharing.start()
         orchestrator = Orchestrator(self.fleet, settings, tel)
-        self.generator = Generator(self.admission, preprocessor, orchestrator, settings, tel)
+        orchestrator.planner.weight = self.identity.weight
+        self.generator = Generator(self.admission, preprocessor, orchestrator, settings, tel, self.sharing.quota)
         traces = MeshTraceService(self.store, self.fleet, self.identity)
 
         server = self._server = make_server(telemetry=tel, tls=settings.tls, receive_bytes=settings.media.message_bytes)
@@ -130,6 +137,7 @@ class Gateway:
             cleanup.push_async_callback(registry.close)
             await registry.start()
             await registry.watch(self.fleet.update)
+            await self.sharing.join(settings.etcd, tel.metrics)
         await server.set_serving(True)
         _log.info("gateway: gRPC on %s, HTTP on %s", self.grpc_address, self.http_address)
 

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from common.errors import Cancelled, EpdError
+from common.errors import Cancelled, EpdError, RateLimited
 from common.metrics import Metrics
 from epd.v1 import generation_pb2
 from services.gateway.accounting import Account
 
-_REFUSED = ("OVERLOADED", "DRAINING", "DUPLICATE_REQUEST")
+_REFUSED = ("OVERLOADED", "DRAINING", "DUPLICATE_REQUEST", "RATE_LIMITED")
 
 
 class TenantLabels:
@@ -73,7 +73,7 @@ class Observer:
         elif found is not None:
             if found.reason in _REFUSED:
                 metrics.refusals.labels(reason=found.reason).inc()
-            if found.http >= 429:  # the client's own mistakes are no miss of ours
+            if found.http >= 429 and not isinstance(found, RateLimited):  # the client's own doing is no miss of ours
                 metrics.slo_missed.labels(**labels, blame=found.reason).inc()
 
 

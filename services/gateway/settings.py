@@ -14,6 +14,7 @@ from common.registry.settings import EtcdSettings
 from common.rpc.channel import KEEPALIVE_SECONDS
 from common.rpc.tls import TlsOptions
 from services.gateway.identity.settings import IdentitySettings
+from services.gateway.quota.settings import QuotaSettings
 
 DEFAULT_TENANT = "default"  # of requests that name none
 
@@ -31,6 +32,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     identity: IdentitySettings = IdentitySettings()  # keys and their tenants
     limits: dict[str, TenantLimits] = {}  # by tenant; those that the identity's source names win
     other_limits: TenantLimits = TenantLimits()  # of each tenant that is named in neither
+    gateway_id: str = ""  # among gateways, each its own; empty: that of worker_tls' certificate, else drawn
+    quota: QuotaSettings = QuotaSettings()  # how gateways keep these limits together
     max_in_flight: int = 256  # requests at once; more are refused with Overloaded
     max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own
     max_in_flight_bytes: int = 1024 * MIB  # of those, as they were sent: images stay in memory for another attempt
