@@ -1,6 +1,7 @@
 """A mesh of separate processes under TLS: exact tokens by encrypted channels, and whoever is not who it should be."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -83,7 +84,7 @@ class TlsMesh(ProcessMesh):
         return msgspec.structs.replace(settings, prefix=self.gateway.settings["etcd"]["prefix"])
 
     async def metrics(self) -> str:
-        async with httpx.AsyncClient(verify=self.ca) as client:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=self.ca)) as client:
             return (await client.get(f"{self.http}/metrics")).text
 
     async def check_answers(self, checkpoint: Path, seed: str, count: int = 1) -> list[Any]:
@@ -128,7 +129,7 @@ async def test_exact_tokens_and_bytes_by_an_encrypted_channel(mesh: TlsMesh, che
 
 @session
 async def test_public_servers_speak_tls_only(mesh: TlsMesh) -> None:
-    async with httpx.AsyncClient(verify=mesh.ca) as client:
+    async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=mesh.ca)) as client:
         assert (await client.get(f"{mesh.http}/v1/models")).status_code == 200
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.HTTPError):
