@@ -10,8 +10,9 @@ class EpdError(Exception):
     """Base of all errors that cross a process boundary.
 
     `message` is shown to callers, so it never holds prompts, outputs, token ids or keys.
-    `field` names the offending input; `retry_after_seconds` is a hint for retryable ones. Both texts are cut to a
-    length that every transport takes, for they may name what a caller sent (a model, an unknown parameter).
+    `field` names the offending input; `retry_after_seconds` is a hint for retryable ones; `peer` is the worker that
+    the one that raised it could not pull from. Message and field are cut to a length that every transport takes, for
+    they may name what a caller sent (a model, an unknown parameter).
     """
 
     status = grpc.StatusCode.INTERNAL
@@ -19,11 +20,14 @@ class EpdError(Exception):
     reason = "INTERNAL"
     retryable = False  # another worker, or the same one later, may succeed
 
-    def __init__(self, message: str, *, field: str = "", retry_after_seconds: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str = "", retry_after_seconds: float | None = None, peer: str = ""
+    ) -> None:
         self.message = _cut(message, MAX_MESSAGE_CHARACTERS)
         super().__init__(self.message)
         self.field = _cut(field, MAX_FIELD_CHARACTERS)
         self.retry_after_seconds = retry_after_seconds
+        self.peer = peer
 
 
 class InvalidArgument(EpdError):

@@ -59,6 +59,15 @@ class Metrics:
         )
         self.refusals = Counter("epd_refusals_total", "Requests refused before work.", ("reason",), registry=registry)
         self.retries = Counter("epd_retries_total", "Attempts after the first.", ("model", "reason"), registry=registry)
+        self.retries_refused = Counter(
+            "epd_retries_refused_total", "Attempts that the retry budget did not allow.", ("model",), registry=registry
+        )
+        self.hedges = Counter(
+            "epd_hedges_total",
+            "Second attempts beside one whose worker fell silent: won, lost, failed.",
+            ("model", "outcome"),
+            registry=registry,
+        )
         self.cancellations = Counter(
             "epd_cancellations_total", "Requests given up by their client.", ("model",), registry=registry
         )
@@ -135,6 +144,15 @@ class Metrics:
         self.engine_steps = Counter("epd_engine_steps_total", "Steps of the engine.", registry=registry)
         self.preemptions = Counter("epd_preemptions_total", "Sequences preempted.", registry=registry)
         self.workers = Gauge("epd_workers", "Workers known to the gateway.", ("model", "role"), registry=registry)
+        self.workers_away = Gauge(
+            "epd_workers_away",
+            "Workers that get nothing now, by why: down, silent, circuit open, circuit half-open.",
+            ("model", "why"),
+            registry=registry,
+        )
+        self.pairs_away = Gauge(
+            "epd_pairs_away", "Pairs of workers whose pulls failed, not chosen now.", registry=registry
+        )
         self.registry_alive = Gauge("epd_registry_alive", "1 while registered.", registry=registry)
         self.registry_bad_values = Counter(
             "epd_registry_bad_values_total", "Registry values skipped.", ("cause",), registry=registry

@@ -52,6 +52,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     active_blocks: int = 0
     free_blocks: int | None = None  # for new sequences, cached ones that may be evicted included; None: not known
     cached: Collection[bytes] = frozenset()  # prefix keys, cut to INDEX_KEY_BYTES
+    unreachable: Collection[str] = frozenset()  # ids of workers that it cannot pull from now
 
     def has(self, role: str) -> bool:
         return role in self.roles
@@ -207,10 +208,16 @@ def _best_pair(
     pairs: list[_Scored] = []
     chosen: dict[str, tuple[WorkerView, WorkerView]] = {}
     for compat_id in sorted({w.compat_id for w, _ in prefills} & {w.compat_id for w, _ in decodes}):
-        prefill, p = _pick([s for s in prefills if s[0].compat_id == compat_id], request, policy)
-        decode, d = _pick([s for s in decodes if s[0].compat_id == compat_id], request, policy)
-        chosen[prefill.worker_id] = (prefill, decode)
-        pairs.append((prefill, Score(prefill.worker_id, "prefill", p.cost + d.cost, p.uncached_tokens)))
+        mine = [s for s in prefills if s[0].compat_id == compat_id]
+        takers = [s for s in decodes if s[0].compat_id == compat_id]
+        if not any(taker.unreachable for taker, _ in takers):
+            mine = [_pick(mine, request, policy)]  # the two terms are independent
+        for prefill, p in mine:
+            reaching = [s for s in takers if prefill.worker_id not in s[0].unreachable]
+            if reaching:
+                decode, d = _pick(reaching, request, policy)
+                chosen[prefill.worker_id] = (prefill, decode)
+                pairs.append((prefill, Score(prefill.worker_id, "prefill", p.cost + d.cost, p.uncached_tokens)))
     return chosen[_pick(pairs, request, policy)[0].worker_id] if pairs else None
 
 

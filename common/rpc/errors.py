@@ -12,6 +12,7 @@ from common.errors import EpdError
 REASON_KEY = "epd-reason"
 FIELD_KEY = "epd-field"
 RETRY_AFTER_KEY = "retry-after-ms"
+PEER_KEY = "epd-peer"
 
 _BY_REASON = errors.by_reason()
 # For statuses without a reason: those of gRPC itself and of foreign servers.
@@ -51,6 +52,7 @@ def from_rpc(error: grpc.aio.AioRpcError) -> EpdError:
         error.details() or error.code().name,
         field=metadata.get(FIELD_KEY, ""),
         retry_after_seconds=int(millis) / 1000 if millis.isdecimal() else None,
+        peer=metadata.get(PEER_KEY, ""),
     )
 
 

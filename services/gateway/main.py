@@ -26,6 +26,7 @@ from services.gateway.http_server import HttpServer, serve_metrics
 from services.gateway.identity.identity import Identity
 from services.gateway.orchestrator import Orchestrator
 from services.gateway.preprocess import Preprocessor
+from services.gateway.pulse import Pulse
 from services.gateway.quota.sharing import Sharing
 from services.gateway.service import GENERATION_SERVICE, GenerationService, MeshTraceService
 from services.gateway.settings import GatewaySettings
@@ -96,8 +97,11 @@ class Gateway:
         specs = {name: await asyncio.to_thread(_load_vision, path) for name, path in settings.models.items()}
         remote = RemoteImages(settings.remote, settings.media)
         cleanup.push_async_callback(remote.close)
-        self.fleet = Fleet(tel.metrics, settings.worker_tls, settings.keepalive_seconds)
+        self.fleet = Fleet(tel.metrics, settings.worker_tls, settings.keepalive_seconds, settings.circuit)
         cleanup.push_async_callback(self.fleet.close)
+        pulse = Pulse(self.fleet, settings.silence)
+        pulse.start()
+        cleanup.push_async_callback(pulse.stop)
         self.admission = Admission(settings.max_in_flight, settings.max_per_tenant, settings.max_in_flight_bytes)
         preprocessor = Preprocessor(
             tokenizers,

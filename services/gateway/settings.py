@@ -6,9 +6,12 @@ import msgspec
 
 from common.media.limits import MIB, MediaLimits
 from common.media.remote import RemoteSettings
+from common.policies.circuit import CircuitPolicy
 from common.policies.fairness import FairnessPolicy
 from common.policies.limits import TenantLimits
+from common.policies.retry_budget import RetryPolicy
 from common.policies.routing import RoutingPolicy
+from common.policies.silence import SilencePolicy
 from common.policies.slo import SloTarget
 from common.registry.settings import EtcdSettings
 from common.rpc.channel import KEEPALIVE_SECONDS
@@ -49,6 +52,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     hold_seconds: float = 30.0  # for room at decode or encode workers while all are full; then refused with Overloaded
     encode_hedge_seconds: float = 5.0  # until a slow encode worker's images go to another, too
     retry_backoff_seconds: float = 0.02  # before attempt 2; doubles, with jitter, up to a second
+    retries: RetryPolicy = RetryPolicy()  # how many of them there may be, by model
+    circuit: CircuitPolicy = CircuitPolicy()  # of each worker, and of each pair of which one pulls from the other
+    silence: SilencePolicy = SilencePolicy()  # of workers that have stopped, hang or cannot be reached
     drain_seconds: float = 30.0
     tokenizer_threads: int = 2
     buffered_tokens: int = 512  # not yet taken by a slow client; then the worker's stream is read no further

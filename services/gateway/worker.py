@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from common.cache.keys import INDEX_KEY_BYTES, KvLayout
+from common.policies.circuit import Circuit, CircuitPolicy
 from common.policies.encoding import ENCODE, EncoderView
 from common.policies.routing import DECODE, PREFILL, WorkerView
 from common.registry.record import WorkerRecord
@@ -28,7 +29,6 @@ from services.gateway.token_stream import TokenStream
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _LAST_BACKOFF_SECONDS = 2.0
-_SILENCES = 3
 TELL_SECONDS = 5.0  # for a worker to take a word about a running call
 _WATCH_FIRST_SECONDS = 2.0  # for the first message of a watch
 
@@ -48,8 +48,9 @@ class Charge:
 
 
 class Worker:
-    """`up` while its Watch stream is there. A failed call marks it down at once; the watch is then tried again with
-    back-off until the registry forgets this life, so being down is never for good.
+    """`up` while its Watch stream is there. A call that nobody answers marks it down at once; the watch is then tried
+    again with back-off until the registry forgets this life, so being down is never for good. Neither is an open
+    circuit, of calls that fail although somebody is there, nor a suspicion, of one that has fallen silent.
     """
 
     def __init__(
@@ -58,8 +59,16 @@ class Worker:
         changed: Callable[[], None],
         loaded: Callable[[], None],
         connect: Callable[[str, str], grpc.aio.Channel],
+        policy: CircuitPolicy | None = None,
     ) -> None:
         self.record = record
+        self._clock = asyncio.get_running_loop().time
+        self.circuit = Circuit(policy or CircuitPolicy(), random.random)
+        self._retry: asyncio.TimerHandle | None = None  # the circuit's
+        self.suspected = False  # of being stopped or cut off
+        self.beats = False  # it tells that it lives even when there is nothing else to tell
+        self.on_suspicion: set[Callable[[], None]] = set()  # of those who may do something else meanwhile
+        self.on_stuck: set[Callable[[], None]] = set()  # of those who should go elsewhere then
         self.identity = types_pb2.WorkerIdentity(worker_id=record.worker_id, incarnation=record.incarnation)
         self.keys_id = keys_id(record.layout)
         self.compat_id = record.compat_id
@@ -76,8 +85,7 @@ class Worker:
         self._unused.set()
         self._reports = 0
         self._refusal = ""  # why its certificate was not accepted
-        self._silences = 0
-        self.heard_at = 0.0  # when the watch last told something; a working engine's load changes all the time
+        self.heard_at = self._clock()  # when the watch last told something
         self._channel = connect(record.address, record.worker_id)
         self.encode = encode_pb2_grpc.EncodeServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
@@ -95,10 +103,21 @@ class Worker:
 
     @property
     def routable(self) -> bool:
-        return self.up and not self.gone and not self.load.draining and not self.record.draining
+        """Whether new work may go there."""
+        return not self.away and not self.load.draining and not self.record.draining
 
-    def view(self) -> WorkerView:
-        """What the router sees: the reported load and what was sent since."""
+    @property
+    def away(self) -> str:
+        """Why it gets nothing now though it does not want to leave; empty when it does."""
+        if self.gone or not self.up:
+            return "down"
+        if self.suspected:
+            return "silent"
+        now = self._clock()
+        return "" if self.circuit.allows(now) else f"circuit {self.circuit.state(now)}"
+
+    def view(self, unreachable: frozenset[str] = frozenset()) -> WorkerView:
+        """What the router sees: the reported load and what was sent since. unreachable: owners it cannot pull from."""
         record = self.record
         return WorkerView(
             worker_id=record.worker_id,
@@ -113,6 +132,7 @@ class Worker:
             active_blocks=self.load.active_blocks + sum(c.blocks for c in self._charges),
             free_blocks=self._free_blocks(),
             cached=self.cached,
+            unreachable=unreachable,
         )
 
     def encoder_view(self) -> EncoderView:
@@ -146,6 +166,7 @@ class Worker:
         """Counts prefill tokens, decode blocks and rows to encode here until the worker's reports surely include them,
         or the end."""
         charge = Charge(self._reports, tokens, blocks, rows)
+        probe = self.circuit.began(self._clock())
         self._charges.add(charge)
         self._attempts += 1
         self._unused.clear()
@@ -153,6 +174,9 @@ class Worker:
             yield
         finally:
             self._charges.discard(charge)
+            self.circuit.ended(probe)
+            if probe:
+                self._changed()
             self._attempts -= 1
             if not self._attempts:
                 self._unused.set()
@@ -171,15 +195,36 @@ class Worker:
         if self._watch is not None:
             self._watch.cancel()
 
-    def silent(self) -> None:
-        """A call got no answer in time. Overload looks the same, so only several in a row count as being down."""
-        self._silences += 1
-        if self._silences >= _SILENCES:
-            self.mark_down("no answers in time")
+    def call_failed(self, began: float) -> None:
+        """A call that began then has failed in a way that speaks against this worker."""
+        now = self._clock()
+        if self.circuit.failed(began, now):
+            _log.warning("worker %s: calls fail, no more for %.1f s", self.worker_id, self.circuit.until - now)
+            if self._retry is not None:
+                self._retry.cancel()
+            self._retry = asyncio.get_running_loop().call_at(self.circuit.until, self._changed)
+            self._changed()
 
-    def heard(self) -> None:
-        """A call got an answer."""
-        self._silences = 0
+    def call_worked(self, began: float) -> None:
+        if self.circuit.succeeded(began, self._clock()):
+            _log.info("worker %s: calls succeed again", self.worker_id)
+            self._changed()
+
+    def suspect(self, suspected: bool) -> None:
+        """It has fallen silent, or has been heard again."""
+        if suspected == self.suspected:
+            return
+        self.suspected = suspected
+        _log.warning("worker %s %s", self.worker_id, "has fallen silent" if suspected else "is heard again")
+        self._changed()
+        if suspected:
+            for callback in list(self.on_suspicion):
+                callback()
+
+    def give_up(self) -> None:
+        """It has been silent for too long for those who wait for it."""
+        for callback in list(self.on_stuck):
+            callback()
 
     def mark_draining(self) -> None:
         if not self.load.draining:
@@ -195,6 +240,8 @@ class Worker:
     async def close(self) -> None:
         """Takes nothing new; the channel stays for the attempts that use it. Cancelled: closes it at once."""
         self._task.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
         try:
             await asyncio.gather(self._task, return_exceptions=True)
             self._set_up(False)
@@ -261,11 +308,16 @@ class Worker:
 
     def _apply(self, message: worker_pb2.WatchResponse) -> bool:
         """False when block events were missed."""
-        self.heard_at = asyncio.get_running_loop().time()
-        if message.WhichOneof("event") == "load":
-            self._on_load(message.load)
-            return True
-        return self._on_blocks(message.blocks)
+        self.heard_at = self._clock()
+        self.suspect(False)
+        match message.WhichOneof("event"):
+            case "load":
+                self._on_load(message.load)
+            case "blocks":
+                return self._on_blocks(message.blocks)
+            case "beat":
+                self.beats = True
+        return True
 
     def _on_load(self, load: worker_pb2.Load) -> None:
         self._reports += 1
