@@ -47,6 +47,7 @@ def connect(
     metrics: Metrics | None = None,
     keepalive_seconds: float = KEEPALIVE_SECONDS,
     options: Sequence[tuple[str, Any]] = (),
+    metadata: Sequence[tuple[str, str]] = (),
 ) -> grpc.aio.Channel:
     """A channel to host:port. Every call of it
 
@@ -55,7 +56,8 @@ def connect(
       a call can end; a stream ends when nobody holds it any more, so also when it is left by `break`.
 
     A peer that stopped, or cannot be reached any more, is noticed after `keepalive_seconds` and a third of it at most;
-    its calls then end with UNAVAILABLE. The calls look like grpc.aio's own. `options` are further channel arguments.
+    its calls then end with UNAVAILABLE. The calls look like grpc.aio's own. `options` are further channel arguments,
+    `metadata` goes with every call.
 
     name: with TLS, whom the certificate must be of; without one, the address. Another's, one that is out of date or of
     an authority that `tls` does not trust ends every call with UNAVAILABLE, counted in `metrics` (peer_refusals).
@@ -69,15 +71,18 @@ def connect(
     )
     merged = (*_OPTIONS, *keepalive, *options)
     if tls is None:
-        return _Channel(grpc.aio.insecure_channel(address, options=merged))
+        return _Channel(grpc.aio.insecure_channel(address, options=merged), None, metadata)
     if expected := name or tls.server_name:
         merged = (*merged, ("grpc.ssl_target_name_override", expected))
-    return _Channel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=merged), metrics)
+    return _Channel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=merged), metrics, metadata)
 
 
 class _Channel(grpc.aio.Channel):  # type: ignore[misc]
-    def __init__(self, inner: grpc.aio.Channel, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, inner: grpc.aio.Channel, metrics: Metrics | None, metadata: Sequence[tuple[str, str]] = ()
+    ) -> None:
         self._inner = inner
+        self._metadata = tuple(metadata)
         self._metrics = metrics  # of channels with TLS
 
     async def __aenter__(self) -> _Channel:
@@ -115,13 +120,14 @@ class _Channel(grpc.aio.Channel):  # type: ignore[misc]
         return lambda *a, **k: _Stream(start(*a, **k))
 
     def _starter(self, call_method: Callable[..., Any], method: str) -> Callable[..., Any]:
-        return functools.partial(_start, call_method, method, self._metrics)
+        return functools.partial(_start, call_method, method, self._metrics, self._metadata)
 
 
 def _start(
     call_method: Callable[..., Any],
     method: str,
     metrics: Metrics | None,
+    always: tuple[tuple[str, str], ...],
     request: Any = None,
     *,
     timeout: float | None = None,
@@ -132,7 +138,7 @@ def _start(
     span: Span | None = None
     if trace.get_current_span().get_span_context().is_valid:
         span = telemetry.begin_span(method.lstrip("/"), kind=SpanKind.CLIENT)
-    sent = (*(metadata or ()), *telemetry.inject(span))
+    sent = (*always, *(metadata or ()), *telemetry.inject(span))
     try:
         call = call_method(request, timeout=deadline.cap(timeout), metadata=sent, **kwargs)
     except BaseException as error:

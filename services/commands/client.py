@@ -38,12 +38,18 @@ def etcd_address(given: str) -> str:
     return state.etcd if state else DEFAULT_ETCD
 
 
+def credentials() -> tuple[tuple[str, str], ...]:
+    """For a gateway that wants keys: EPD_API_KEY, if it is set."""
+    key = os.environ.get("EPD_API_KEY", "")
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
 @contextlib.asynccontextmanager
 async def dial(address: str, trust: Trust = NO_TRUST) -> AsyncIterator[grpc.aio.Channel]:
     """A channel whose failures are errors of ours that say what to do."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what a handshake failed of is told below, in our words
     tls = trust.gateway(address)
-    async with connect(address, tls=tls) as channel:
+    async with connect(address, tls=tls, metadata=credentials()) as channel:
         try:
             yield channel
         except grpc.aio.AioRpcError as error:

@@ -13,6 +13,7 @@ from common.rpc.channel import connect
 from common.rpc.tls import TlsOptions
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands.ask import Message, Question, stream
+from services.commands.client import credentials
 from services.commands.picture import show_picture
 from services.commands.render import hops_table
 
@@ -34,7 +35,7 @@ async def first_questions(
 
     Another vision model may know nothing of such pictures: it is asked in words only.
     """
-    async with connect(address, tls=tls) as channel:
+    async with connect(address, tls=tls, metadata=credentials()) as channel:
         listed = await generation_pb2_grpc.GenerationServiceStub(channel).ListModels(
             generation_pb2.ListModelsRequest(), timeout=_SECONDS
         )

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import DeadlineExceeded, Unavailable
+from common.errors import DeadlineExceeded, Unauthenticated, Unavailable
 from common.models.catalog import models_dir
 from common.models.config import read_config
 from common.models.info import read_info
@@ -24,6 +24,7 @@ from common.rpc.channel import connect
 from common.rpc.tls import TlsOptions
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands import models
+from services.commands.client import credentials
 from services.commands.first import first_questions
 from services.commands.mesh import (
     MeshOptions,
@@ -160,15 +161,18 @@ class _Mesh:
         options = self.options
         want = (options.encode, options.prefill + options.aggregated, options.decode + options.aggregated)
         end = time.monotonic() + seconds
-        async with connect(options.grpc, tls=self.tls) as channel:
+        async with connect(options.grpc, tls=self.tls, metadata=credentials()) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             while time.monotonic() < end:
                 have = (0, 0, 0)
-                with contextlib.suppress(grpc.aio.AioRpcError):
+                try:
                     answer = await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=2)
                     for model in answer.models:
                         if model.id == self.served:
                             have = (model.encode_workers, model.prefill_workers, model.decode_workers)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                        raise Unauthenticated("the gateway wants a key: put one into EPD_API_KEY") from None
                 running = all(child.state == "running" for child in self.supervisor.children.values())
                 if running and all(there >= wanted for there, wanted in zip(have, want, strict=True)):
                     return

@@ -63,7 +63,7 @@ def as_metadata(key: str, tenant: str = "") -> tuple[tuple[str, str], ...]:
     return tuple(bearer(key, tenant).items())
 
 
-async def test_the_key_names_the_tenant(closed: Mesh, keys: Keys) -> None:
+async def test_case_e1_the_key_names_the_tenant(closed: Mesh, keys: Keys) -> None:
     for key in (keys.alice, keys.bob, keys.alice):
         await generate(closed, ask(max_tokens=1), metadata=as_metadata(key))
     await generate(closed, ask(max_tokens=1), metadata=as_metadata(keys.bob, "bob"))

@@ -13,9 +13,16 @@ from common.policies.limits import Amounts, TenantLimits
 from services.gateway.quota.quota import Quota
 from tests.fakes import MODEL
 from tests.unit.gateway.conftest import Mesh, ask, generate, refusal
+from tests.unit.gateway.test_images import FACTOR, TALL, WIDE, chat
+from tests.vlm_files import qwen_files
 
 A = (("x-epd-tenant", "a"),)
 B = (("x-epd-tenant", "b"),)
+
+
+@pytest.fixture(scope="module")
+def vlm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen_files(tmp_path_factory.mktemp("vlm"))
 
 
 async def started(model_dir: Path, **limits: Any) -> Mesh:
@@ -115,6 +122,22 @@ async def test_what_was_not_used_is_given_back(model_dir: Path) -> None:
             while used(mesh, "in_flight"):
                 await asyncio.sleep(0)
         assert (used(mesh, "requests"), used(mesh, "prompt_tokens")) == (3, 10)
+    finally:
+        await mesh.stop()
+
+
+async def test_image_pixels_per_minute(vlm_dir: Path) -> None:
+    area = FACTOR * FACTOR
+    mesh = await started(vlm_dir, image_pixels_per_minute=6 * area)
+    await mesh.add("e0", ["encode"])
+    try:
+        await generate(mesh, chat(WIDE, TALL, "?"), metadata=A)
+        assert used(mesh, "image_pixels") == 5 * area
+        _, metadata, _ = await refusal(mesh, chat(WIDE, "?"), metadata=A)
+        assert (metadata["epd-reason"], metadata["epd-field"]) == ("RATE_LIMITED", "image_pixels_per_minute")
+        await generate(mesh, chat("no picture"), metadata=A)
+        await generate(mesh, chat(WIDE, "?"), metadata=B)
+        assert mesh.workers["e0"].calls[0][1].tenant == "a"
     finally:
         await mesh.stop()
 
