@@ -29,7 +29,7 @@ def media(*names: str) -> tuple[MediaItem, ...]:
 def stage(
     mesh: Mesh, items: Sequence[MediaItem], exclude: frozenset[str] = frozenset()
 ) -> tuple[Encoding, AttemptRecord]:
-    request: Any = SimpleNamespace(media=tuple(items), model=MODEL, tenant="t", priority=0)
+    request: Any = SimpleNamespace(media=tuple(items), model=MODEL, tenant="t", priority=0, cache_bytes=0)
     record = AttemptRecord(attempt=1, started=0.0)
     key = types_pb2.RequestKey(request_id=b"r" * 16, leg=0, attempt=1)
     puller = mesh.gateway.fleet.get("p0")
