@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,6 @@ from common.rpc.access import Access
 from common.rpc.lag import LoopLag
 from common.rpc.peer_name import WORKER, PeerName
 from common.rpc.server import Server, make_server
-from common.rpc.tls import TlsOptions
 from common.rpc.trace_service import TraceService
 from common.rpc.worker_context import WorkerContext, new_incarnation
 from common.rpc.worker_service import WorkerService
@@ -125,7 +123,8 @@ class Worker:
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
         context.record = msgspec.structs.replace(record, address=f"{settings.reachable_host}:{port}")
         if settings.metrics_port >= 0:
-            http, _ = tel.metrics.serve(settings.host, settings.metrics_port, **_https(settings.tls))
+            https = settings.tls.prometheus_options() if settings.tls is not None else {}
+            http, _ = tel.metrics.serve(settings.host, settings.metrics_port, **https)
             cleanup.callback(http.shutdown)
         # Healthy before listed: whoever finds this worker in the registry can call it.
         await server.set_serving(True)
@@ -171,18 +170,6 @@ class Worker:
     async def stop(self) -> None:
         """At once; `drain` first to be kind."""
         await self._exit.aclose()
-
-
-def _https(tls: TlsOptions | None) -> dict[str, Any]:
-    """Metrics, too, are for those who have a certificate."""
-    if tls is None:
-        return {}
-    return {
-        "certfile": tls.cert_file,
-        "keyfile": tls.key_file,
-        "client_cafile": tls.ca_file,
-        "client_auth_required": True,
-    }
 
 
 async def run_worker(settings: WorkerSettings) -> None:

@@ -68,6 +68,11 @@ class TlsOptions(msgspec.Struct, frozen=True, kw_only=True):
             options |= {"ssl_ca_certs": self.ca_file, "ssl_cert_reqs": ssl.CERT_REQUIRED}
         return options
 
+    def prometheus_options(self) -> dict[str, Any]:
+        """The same for Metrics.serve: metrics, too, are for those who have a certificate."""
+        files = {"certfile": self.cert_file, "keyfile": self.key_file, "client_cafile": self.ca_file}
+        return {**files, "client_auth_required": True}
+
     def _pair(self) -> tuple[bytes, bytes]:
         cert, key = _read("cert_file", self.cert_file), _read("key_file", self.key_file)
         if cert is None or key is None:

@@ -134,7 +134,8 @@ class Gateway:
         await self._http.start(settings.http_bind)
         cleanup.push_async_callback(self._http.stop, _LAST_SECONDS)
         if settings.metrics_bind:
-            self.metrics_address, close = serve_metrics(tel.metrics, settings.metrics_bind)
+            https = settings.worker_tls.prometheus_options() if settings.worker_tls is not None else {}
+            self.metrics_address, close = serve_metrics(tel.metrics, settings.metrics_bind, **https)
             cleanup.callback(close)
         if settings.etcd is not None:
             registry = EtcdRegistry(settings.etcd, tel.metrics)
