@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="of faults")
     parser.add_argument("--seed", type=int, default=0, help="of faults, requests and clients")
-    parser.add_argument("--interval", type=float, default=2.6, help="mean seconds between two faults")
+    parser.add_argument("--interval", type=float, default=2.4, help="mean seconds between two faults")
     parser.add_argument("--clients", type=int, default=12, help="requests at once")
     parser.add_argument("--no-namespaces", action="store_true", help="partitions by proxies alone")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this directory")

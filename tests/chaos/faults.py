@@ -1,4 +1,4 @@
-"""What is done to the processes: drawn from a seed, several at a time, never to the last that is well of its kind."""
+"""What is done to the processes: drawn from a seed, several at once, never to the last that is well of its kind."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,6 @@ START_SECONDS = 300.0
 KIND_WEIGHTS = {"encode": 3, "prefill": 5, "decode": 7, "gateway": 3, "etcd": 2}
 MOST_KILLS = 80  # and a quarter of all
 SHORTEST, LONGEST = 0.5, 8.0  # seconds of a pause or a partition
-MOST_AT_ONCE = 3
 
 
 class Faults:
@@ -50,7 +49,7 @@ class Faults:
             await asyncio.sleep(min(left, self._rng.expovariate(1 / self._interval) if self.total else 0.5))
             if time.monotonic() >= until:
                 break
-            if len(self._running) < MOST_AT_ONCE and (drawn := self._draw()):
+            if drawn := self._draw():
                 task = asyncio.create_task(self._begin(*drawn))
                 self._running.add(task)
                 task.add_done_callback(self._ended)
@@ -63,22 +62,21 @@ class Faults:
             self.late_ends.append(f"a fault could not be made: {error!r}")
 
     def _draw(self) -> tuple[str, Process | None] | None:
-        """Each kind of process is hit early on; then by weight."""
+        """Each kind of process is hit early on; then by weight. None while none has one to spare."""
+        well = {kind: [process for process in self._mesh.of(kind) if process.ready] for kind in KINDS}
+        kinds = [kind for kind in KINDS if len(well[kind]) > 1 or (kind == "etcd" and not self._mesh.etcd_fault)]
+        if not kinds:
+            return None
         hit = {kind for _, kind in self.done}
-        missing = [kind for kind in KINDS if kind not in hit]
-        kind = missing[0] if missing else self._rng.choices(KINDS, [KIND_WEIGHTS[kind] for kind in KINDS])[0]
+        missing = [kind for kind in kinds if kind not in hit]
+        kind = missing[0] if missing else self._rng.choices(kinds, [KIND_WEIGHTS[kind] for kind in kinds])[0]
         weights = dict(WEIGHTS)
         if self.kills >= MOST_KILLS or self.kills > self.total / 4:
             weights[KILL] = 0
         fault = self._rng.choices([*weights], [*weights.values()])[0]
         if kind == "etcd":
-            if self._mesh.etcd_fault:
-                return None
             return (self._rng.choice((KILL, WIPE)) if fault == KILL else fault), None
-        well = [process for process in self._mesh.of(kind) if process.ready]
-        if len(well) < 2:
-            return None
-        return fault, self._rng.choice(well)
+        return fault, self._rng.choice(well[kind])
 
     async def _begin(self, fault: str, process: Process | None) -> None:
         name = process.name if process else "etcd"
