@@ -1,7 +1,8 @@
 """Users of etcd and what each may read and write: a service's mistakes and thefts stay its own."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -69,18 +70,23 @@ async def _make_root(connection: EtcdConnection, user: str, password: str | None
     await connection.administer(lambda auth: auth.user_grant_role(user, ROOT))
 
 
+async def _grant(role: str, right: Right, auth: Any) -> None:
+    end = end_of_prefix(right.key) if right.prefix else None
+    await auth.role_grant_permission(role, right.key, end, perm_type=_READ_WRITE if right.write else _READ)
+
+
 async def _make_user(connection: EtcdConnection, user: str, password: str | None, allowed: list[Right]) -> None:
     role = f"epd-{user}"
     await connection.administer(lambda auth: auth.role_add(role))
     for right in allowed:
-        end = end_of_prefix(right.key) if right.prefix else None
-        kind = _READ_WRITE if right.write else _READ
-        await connection.administer(
-            lambda auth, right=right, end=end, kind=kind: auth.role_grant_permission(
-                role, right.key, end, perm_type=kind
-            )
-        )
+        await connection.administer(_grant(role, right))
     new = await connection.administer(lambda auth: auth.user_add(user, password or "", no_password=password is None))
     if not new and password is not None:
         await connection.administer(lambda auth: auth.user_change_password(user, password))
     await connection.administer(lambda auth: auth.user_grant_role(user, role))
+
+
+def _grant(role: str, right: Right) -> Callable[[Any], Awaitable[Any]]:
+    end = end_of_prefix(right.key) if right.prefix else None
+    kind = _READ_WRITE if right.write else _READ
+    return lambda auth: auth.role_grant_permission(role, right.key, end, perm_type=kind)
