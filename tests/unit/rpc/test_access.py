@@ -1,6 +1,8 @@
 """Who may call what, over real connections; what is refused is counted, and strangers are told nothing."""
 
 import asyncio
+import ssl
+import urllib.request
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -187,3 +189,21 @@ async def test_a_server_without_tls(tmp_path: Path) -> None:
     assert await mesh.refusal(tls_of(mesh.authority, "gateway")) is grpc.StatusCode.UNAVAILABLE
     assert mesh.count("epd_peer_refusals_total", reason="no_tls") == 1
     await mesh.server.stop()
+
+
+def test_metrics_are_for_those_who_have_a_certificate(tmp_path: Path) -> None:
+    authority = mesh_certificates(tmp_path / "certs")
+    tls = tls_of(authority, "gateway")  # its certificate names 127.0.0.1, too
+    server, _ = telemetry.setup("gateway").metrics.serve("127.0.0.1", 0, **tls.prometheus_options())
+    address = f"127.0.0.1:{server.server_port}"
+    trusting = ssl.create_default_context(cafile=tls.ca_file)
+    try:
+        for url, context in ((f"http://{address}", None), (f"https://{address}", trusting)):
+            with pytest.raises(OSError):  # noqa: PT011
+                urllib.request.urlopen(f"{url}/metrics", timeout=10, context=context).read()
+        trusting.load_cert_chain(tls_of(authority, "operator").cert_file, tls_of(authority, "operator").key_file)
+        with urllib.request.urlopen(f"https://{address}/metrics", timeout=10, context=trusting) as answer:
+            assert b"epd_tls_connections_total" in answer.read()
+    finally:
+        server.shutdown()
+        server.server_close()
