@@ -70,11 +70,6 @@ async def _make_root(connection: EtcdConnection, user: str, password: str | None
     await connection.administer(lambda auth: auth.user_grant_role(user, ROOT))
 
 
-async def _grant(role: str, right: Right, auth: Any) -> None:
-    end = end_of_prefix(right.key) if right.prefix else None
-    await auth.role_grant_permission(role, right.key, end, perm_type=_READ_WRITE if right.write else _READ)
-
-
 async def _make_user(connection: EtcdConnection, user: str, password: str | None, allowed: list[Right]) -> None:
     role = f"epd-{user}"
     await connection.administer(lambda auth: auth.role_add(role))
