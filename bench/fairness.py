@@ -11,7 +11,10 @@ import asyncio
 import itertools
 import json
 import time
+from collections import Counter
 from typing import Any
+
+import grpc
 
 from bench.mesh import BenchMesh
 from bench.report import percentile, save, show
@@ -55,7 +58,8 @@ class Load:
         async for message in self._mesh.stub.Generate(request, timeout=120, metadata=(("x-epd-tenant", tenant),)):
             tokens = sum(len(choice.token_ids) for choice in message.choices)
             if tokens and self.open:
-                self.service[tenant] += prompt * first + 2 * tokens
+                if kind == tenant:
+                    self.service[tenant] += prompt * first + 2 * tokens
                 if first:
                     self.ttft[kind].append(time.perf_counter() - begin)
             first = first and not tokens
@@ -90,8 +94,12 @@ async def measure(options: argparse.Namespace, order: str) -> dict[str, Any]:
         for task in (*tasks, long):
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-    errors = [type(each).__name__ for each in ended if not isinstance(each, asyncio.CancelledError)]
+    errors = Counter(_words(each) for each in ended if not isinstance(each, asyncio.CancelledError))
     return {"order": order, "service": service, "seconds": seconds, "ttft_seconds": load.ttft, "errors": errors}
+
+
+def _words(error: Any) -> str:
+    return error.details() if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
 
 
 def run(options: argparse.Namespace) -> None:

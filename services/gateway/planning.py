@@ -200,13 +200,18 @@ class Planner:
             return views
         queued: Counter[str] = Counter()
         encoding: Counter[str] = Counter()
+        longest: Counter[str] = Counter()
         for each in self._sent:
-            (encoding if each.encoding else queued)[each.worker_id] += each.tokens
+            if each.encoding:
+                encoding[each.worker_id] += each.tokens
+            else:
+                queued[each.worker_id] += each.tokens
+                longest[each.worker_id] = max(longest[each.worker_id], each.tokens)
         return [
             msgspec.structs.replace(
                 view,
-                # Of a prompt under way the worker tells how much is left.
-                queued_tokens=min(queued[view.worker_id], view.pending_prefill_tokens),
+                # What the worker reports may lack what is on its way there, but tells how much is left of a long one.
+                queued_tokens=queued[view.worker_id] - max(0, longest[view.worker_id] - view.pending_prefill_tokens),
                 encoding_tokens=encoding[view.worker_id],
             )
             for view in views

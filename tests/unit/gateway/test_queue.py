@@ -51,6 +51,18 @@ async def send(mesh: Mesh, tenants: Sequence[str], text: str = SHORT, **fields: 
     return sent
 
 
+async def report(mesh: Mesh, prefill: FakeWorker, tokens: int) -> None:
+    """Twice, as a report may have left before the last prompt came."""
+    known = mesh.gateway.fleet.get("p0")
+    assert known is not None
+    for each in (tokens + 1, tokens):
+        prefill.load.pending_prefill_tokens = each
+        await prefill.note()
+        async with asyncio.timeout(10):
+            while known.load.pending_prefill_tokens != each:
+                await asyncio.sleep(0.001)
+
+
 async def refusal(task: asyncio.Task[Result]) -> tuple[grpc.StatusCode, dict[str, Any]]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await task
@@ -191,3 +203,19 @@ async def test_the_wait_is_a_hop_and_a_span(mesh: Mesh) -> None:
     assert telemetry.GATEWAY_QUEUE not in {hop.name for hop in first.accounting.ttft_hops}
     spans = [span.name for span in mesh.gateway.store.trace(second.accounting.trace_id)]
     assert telemetry.GATEWAY_QUEUE in spans
+
+
+async def test_a_long_prompt_makes_room_as_it_is_computed(mesh: Mesh) -> None:
+    """What has been sent counts even while the worker does not report it, but for the one that it may be computing."""
+    prefill, _ = await one_by_one(mesh, routing=RoutingPolicy(dispatch_tokens=1000))
+    sent = [*await send(mesh, "a", LONG), *await send(mesh, "b")]
+    assert order(prefill) == "a"
+    await report(mesh, prefill, 900)
+    await prefill.until(lambda: order(prefill) == "ab")
+    sent += [*await send(mesh, "a", LONG), *await send(mesh, "b")]
+    assert order(prefill) == "aba"
+    await report(mesh, prefill, 0)
+    assert mesh.gateway.generator.orchestrator.planner.held(MODEL) == 1
+    prefill.prefill_gate.set()
+    await asyncio.gather(*sent)
+    assert order(prefill) == "abab"
