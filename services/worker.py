@@ -14,6 +14,7 @@ from common.engine.client import Engine
 from common.errors import EngineFailed, InvalidArgument
 from common.registry.etcd import EtcdRegistry
 from common.rpc.access import Access
+from common.rpc.engine_pulse import EnginePulse
 from common.rpc.lag import LoopLag
 from common.rpc.peer_name import WORKER, PeerName
 from common.rpc.server import Server, make_server
@@ -108,12 +109,18 @@ class Worker:
         await transfers.start(cleanup)
         record = await describe(settings, computing, identity)
         self.context = context = WorkerContext(record, computing.engine, computing.encoder)
+        pulse: EnginePulse | None = None
+        if computing.engine is not None:
+            pulse = EnginePulse(computing.engine, settings.hang_seconds)
+            pulse.start()
+            cleanup.push_async_callback(pulse.stop)
         self._service = WorkerService(
             context,
             open_publications=lambda: transfers.tables.open_publications,
             open_pulls=lambda: transfers.open_pulls,
             open_spans=lambda: tel.open_spans,
             loop_lag_p99=lambda: self.lag.p99,
+            answers=lambda: pulse is None or pulse.answers,
         )
         add = server.add
         add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._service, "epd.v1.WorkerService")

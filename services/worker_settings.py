@@ -33,6 +33,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str = ""
     trace_sample_ratio: float = 1.0
     metrics_port: int = -1  # -1: none, 0: any free one
+    hang_seconds: float = 5.0  # without a word or progress of the engine; then gateways hear nothing from here
     drain_seconds: float = 30.0
     engine_in_thread: bool = False  # tests only: engine and encoder share this process
     engine: EngineSettings = EngineSettings()

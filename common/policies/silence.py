@@ -1,8 +1,11 @@
 """Who has fallen silent: a stopped process, a hung engine or a way that swallows everything look alike from outside."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
+
+Name = TypeVar("Name")
 
 
 class SilencePolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,7 +16,7 @@ class SilencePolicy(msgspec.Struct, frozen=True, kw_only=True):
     late_seconds: float = 0.5  # a look of our own that is so late: it was us who slept
 
 
-def silences(heard: Mapping[str, float], awake_since: float) -> dict[str, float]:
+def silences(heard: Mapping[Name, float], awake_since: float) -> dict[Name, float]:
     """Seconds of silence by name, given when each was heard last and since when we have listened without a gap.
 
     Measured not against the clock but against whoever was heard last. When all are silent at once it is we, or the

@@ -16,6 +16,7 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 DEFAULT_GRACE_SECONDS = 10.0
+MAX_ENTRIES = 4096  # further ones are skipped: each would get a channel of its own
 
 OnChange = Callable[[dict[str, R]], None]
 
@@ -142,6 +143,8 @@ class Watch(Generic[R]):
             record: R = decode(value, self._kind)
             if key != self._prefix + record.entry_id:
                 raise BadRecord("key")
+            if len(self._workers) >= MAX_ENTRIES and record.entry_id not in self._workers:
+                raise BadRecord("too many")
         except BadRecord as error:
             self.bad_values += 1
             if self._metrics is not None:

@@ -39,6 +39,9 @@ async def status(address: str, etcd: str, trust: Trust = NO_TRUST) -> None:
             f"{f'{model.encode_workers} encode, ' if model.images else ''}{model.prefill_workers} prefill, "
             f"{model.decode_workers} decode"
         )
+    for away in models.away:
+        what = f"cannot pull from {away.owner}" if away.owner else "gets no requests"
+        console.print(f"  [yellow]{escape(away.worker_id)} {escape(what)}: {away.why}[/yellow]", highlight=False)
     try:
         records = await registered_workers(etcd, trust)
     except Unavailable as error:

@@ -41,7 +41,7 @@ class Fleet:
         self._connect = functools.partial(connect, tls=tls, metrics=metrics, keepalive_seconds=keepalive_seconds)
         self._changed = asyncio.Event()
         self._load_changed = asyncio.Event()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], Worker] = {}  # workers that the registry has forgotten
 
     def update(self, records: Mapping[str, WorkerRecord]) -> None:
         """The registry's current records by worker id. A new incarnation replaces all we knew of the old."""
@@ -52,8 +52,8 @@ class Fleet:
                 del self._workers[worker_id]
                 self.pairs.forget(worker)
                 task = asyncio.create_task(worker.close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._closing[task] = worker
+                task.add_done_callback(self._closing.pop)
             else:
                 worker.record = record
         for worker_id, record in usable.items():
@@ -67,6 +67,10 @@ class Fleet:
     def all(self) -> list[Worker]:
         return list(self._workers.values())
 
+    def in_use(self) -> list[Worker]:
+        """With those that are forgotten but still work for somebody: a stopped worker loses its lease, too."""
+        return [*self._workers.values(), *self._closing.values()]
+
     def snapshot(self, model: str) -> list[WorkerView]:
         """Routable workers of a model."""
         return [
@@ -78,7 +82,7 @@ class Fleet:
     def can_replace(self, worker: Worker) -> bool:
         """Whether others can take over all that this one does."""
         record = worker.record
-        others = [each for each in self._workers.values() if each is not worker and each.routable]
+        others = [each for each in self._workers.values() if each.identity != worker.identity and each.routable]
 
         def does(other: Worker, role: str) -> bool:
             if role == ENCODE:

@@ -37,10 +37,10 @@ class Pulse:
 
     def look(self) -> None:
         policy = self._policy
-        judged = {worker.worker_id: worker for worker in self._fleet.all() if worker.beats and not worker.gone}
-        heard = {worker_id: worker.heard_at for worker_id, worker in judged.items()}
-        for worker_id, silence in silences(heard, self._awake_since).items():
-            worker = judged[worker_id]
+        judged = [worker for worker in self._fleet.in_use() if worker.beats and not worker.gone]
+        heard = {number: worker.heard_at for number, worker in enumerate(judged)}
+        for number, silence in silences(heard, self._awake_since).items():
+            worker = judged[number]
             if silence >= policy.suspect_seconds:
                 worker.suspect(True)  # until it is heard
             if silence >= policy.stuck_seconds and self._fleet.can_replace(worker):

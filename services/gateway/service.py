@@ -43,7 +43,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListModelsResponse:
         self._identity.tenant_of(_metadata(context))
-        return generation_pb2.ListModelsResponse(models=list_models(self._generator, self._fleet))
+        return generation_pb2.ListModelsResponse(
+            models=list_models(self._generator, self._fleet), away=_away(self._fleet)
+        )
 
 
 def list_models(generator: Generator, fleet: Fleet) -> list[generation_pb2.Model]:
@@ -63,6 +65,17 @@ def list_models(generator: Generator, fleet: Fleet) -> list[generation_pb2.Model
                     images=model in generator.preprocessor.specs,
                 )
             )
+    return found
+
+
+def _away(fleet: Fleet) -> list[generation_pb2.AwayWorker]:
+    found = [
+        generation_pb2.AwayWorker(worker_id=worker.worker_id, why=worker.away) for worker in fleet.all() if worker.away
+    ]
+    found += [
+        generation_pb2.AwayWorker(worker_id=puller.worker_id, why=f"circuit {state}", owner=owner.worker_id)
+        for owner, puller, state in fleet.pairs.open()
+    ]
     return found
 
 

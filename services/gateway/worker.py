@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from common.cache.keys import INDEX_KEY_BYTES, KvLayout
+from common.cache.keys import KvLayout
 from common.policies.circuit import Circuit, CircuitPolicy
 from common.policies.encoding import ENCODE, EncoderView
 from common.policies.routing import DECODE, PREFILL, WorkerView
@@ -24,6 +24,7 @@ from epd.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from services.gateway.block_index import BlockIndex
 from services.gateway.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
@@ -75,9 +76,7 @@ class Worker:
         self.up = False
         self.gone = False
         self.load = worker_pb2.Load()
-        self.cached: set[bytes] = set()
-        self.sequence = 0  # of the last block event applied
-        self._in_snapshot = False
+        self.index = BlockIndex(record.worker_id, record.num_blocks + record.embedding_rows)
         self._changed, self._loaded = changed, loaded
         self._charges: set[Charge] = set()
         self._attempts = 0  # that use the channel now
@@ -131,7 +130,7 @@ class Worker:
             pending_prefill_tokens=self.load.pending_prefill_tokens + sum(c.tokens for c in self._charges),
             active_blocks=self.load.active_blocks + sum(c.blocks for c in self._charges),
             free_blocks=self._free_blocks(),
-            cached=self.cached,
+            cached=self.index.keys,
             unreachable=unreachable,
         )
 
@@ -140,7 +139,7 @@ class Worker:
             worker_id=self.worker_id,
             total_rows=self.record.embedding_rows,
             pending_rows=self.load.pending_rows + sum(c.rows for c in self._charges),
-            cached=self.cached,
+            cached=self.index.keys,
         )
 
     def encodes_for(self, other: "Worker") -> bool:
@@ -238,15 +237,15 @@ class Worker:
             self._changed()
 
     async def close(self) -> None:
-        """Takes nothing new; the channel stays for the attempts that use it. Cancelled: closes it at once."""
-        self._task.cancel()
-        if self._retry is not None:
-            self._retry.cancel()
+        """Channel and watch stay for the attempts that use it. Cancelled: closes it at once."""
         try:
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._set_up(False)
             await self._unused.wait()
         finally:
+            self._task.cancel()
+            if self._retry is not None:
+                self._retry.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._set_up(False)
             if self.tokens is not None:
                 await self.tokens.close()
             await self._channel.close()
@@ -288,15 +287,14 @@ class Worker:
 
     async def _follow(self) -> bool:
         """Reads one watch; returns when it ended or a gap showed. Whether the worker was up meanwhile."""
-        request = worker_pb2.WatchRequest(from_sequence=self.sequence, incarnation=self.record.incarnation)
+        request = worker_pb2.WatchRequest(from_sequence=self.index.sequence, incarnation=self.record.incarnation)
         watch = self._watch = self._worker_service.Watch(request)
-        self._in_snapshot = False
+        self.index.begin()
         try:
             async with asyncio.timeout(_WATCH_FIRST_SECONDS):
                 message = await watch.read()
             while message is not grpc.aio.EOF:
                 if not self._apply(message):
-                    self.sequence = 0
                     return True
                 # The snapshot or the missed events come before the load, so a worker that is up has its index.
                 if message.WhichOneof("event") == "load":
@@ -314,7 +312,7 @@ class Worker:
             case "load":
                 self._on_load(message.load)
             case "blocks":
-                return self._on_blocks(message.blocks)
+                return self.index.apply(message.blocks)
             case "beat":
                 self.beats = True
         return True
@@ -328,23 +326,3 @@ class Worker:
         if changed:
             self._changed()
         self._loaded()
-
-    def _on_blocks(self, blocks: worker_pb2.BlockEvents) -> bool:
-        if blocks.snapshot_start:
-            self.cached = set()
-            self.sequence = 0  # until its end: a watch that breaks off in between starts over
-            self._in_snapshot = True
-        if not self._in_snapshot:
-            if blocks.sequence > self.sequence + 1:
-                missed = f"{self.sequence + 1} to {blocks.sequence - 1}"
-                _log.warning("worker %s: block events %s missed", self.worker_id, missed)
-                return False
-            if blocks.sequence <= self.sequence:
-                return True  # known already
-        self.cached.difference_update(key[:INDEX_KEY_BYTES] for key in blocks.removed)
-        self.cached.update(key[:INDEX_KEY_BYTES] for key in blocks.stored)
-        if blocks.snapshot_end:
-            self._in_snapshot = False
-        if not self._in_snapshot:
-            self.sequence = blocks.sequence
-        return True

@@ -9,6 +9,7 @@ import pytest
 from common.errors import EngineFailed, Overloaded, TransferFailed
 from common.policies.circuit import CircuitPolicy
 from common.policies.retry_budget import RetryPolicy
+from epd.v1 import generation_pb2
 from tests.unit.gateway.conftest import Mesh, ask, generate, refusal
 from tests.unit.gateway.hearts import until
 
@@ -35,6 +36,8 @@ async def test_a_worker_whose_calls_fail_is_left_alone(model_dir: Path) -> None:
         assert len(bad.calls) == 3
         assert len(good.calls) == 40
         assert mesh.gateway.fleet.get("d0").away == "circuit open"
+        listed = await mesh.stub.ListModels(generation_pb2.ListModelsRequest())
+        assert [(each.worker_id, each.why) for each in listed.away] == [("d0", "circuit open")]
         metrics = mesh.gateway.telemetry.metrics.exposition().decode()
         assert 'epd_workers_away{model="fake",why="circuit open"} 1.0' in metrics
     finally:
@@ -88,7 +91,8 @@ async def test_a_pair_that_cannot_pull_is_not_chosen(model_dir: Path) -> None:
         assert len(d1.calls) == 40
         fleet = mesh.gateway.fleet
         assert fleet.get("d0").routable  # for others
-        assert [(owner.worker_id, puller.worker_id) for owner, puller, _ in fleet.pairs.open()] == [("p0", "d0")]
+        listed = await mesh.stub.ListModels(generation_pb2.ListModelsRequest())
+        assert [(each.owner, each.worker_id) for each in listed.away] == [("p0", "d0")]
         await mesh.add("p1", ["prefill"])
         d0.decode_errors = []
         for i in range(40):

@@ -173,3 +173,42 @@ async def test_a_worker_that_never_beats_is_not_judged(model_dir: Path) -> None:
         await until(lambda: heard.heard_at - old.heard_at > 1.0)
         assert old.routable
         assert p1.heart.is_set()
+
+
+async def test_a_stopped_worker_loses_its_lease_too(model_dir: Path) -> None:
+    """The registry forgets it before its silence has been long enough; its streams go on elsewhere all the same."""
+    async with hearts(model_dir, "p0 d0 d1") as (mesh, (_, *decodes)):
+        for worker in decodes:
+            worker.decode_gate.clear()
+        task = ask_it(mesh, 20)
+        stopped, other = await chosen(decodes)
+        other.decode_gate.set()
+        stopped.heart.clear()
+        del mesh.workers[stopped.record.worker_id]
+        await mesh.publish()
+        result = await task
+        assert result.texts == letters(20)
+        assert result.accounting.decode_worker == other.record.worker_id
+        await stopped.kill()
+
+
+async def test_b2_one_that_only_lost_its_lease_goes_on(model_dir: Path) -> None:
+    """Forgotten by the registry, but heard: nobody takes its streams away."""
+    async with hearts(model_dir, "p0 d0 d1") as (mesh, (_, *decodes)):
+        for worker in decodes:
+            worker.decode_gate.clear()
+        task = ask_it(mesh, 20)
+        forgotten, _ = await chosen(decodes)
+        fleet, name = mesh.gateway.fleet, forgotten.record.worker_id
+        worker = fleet.get(name)
+        del mesh.workers[name]
+        await mesh.publish()
+        since = worker.heard_at
+        await until(lambda: worker.heard_at - since > 1.5)
+        assert fleet.get(name) is None
+        forgotten.decode_gate.set()
+        result = await task
+        assert result.texts == letters(20)
+        assert result.accounting.attempts == 1
+        await until(lambda: worker not in fleet.in_use())
+        await forgotten.kill()
