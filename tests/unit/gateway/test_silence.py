@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+from tests.unit.gateway import test_encoding
 from tests.unit.gateway.conftest import Mesh, Result, ask, generate
 from tests.unit.gateway.hearts import PATIENT, HeartWorker, chosen, hearts, until
 
@@ -212,3 +213,22 @@ async def test_b2_one_that_only_lost_its_lease_goes_on(model_dir: Path) -> None:
         assert result.accounting.attempts == 1
         await until(lambda: worker not in fleet.in_use())
         await forgotten.kill()
+
+
+async def test_case_d11_a_silent_encoder_is_overtaken(model_dir: Path) -> None:
+    """Its image goes to another one long before the call counts as slow."""
+    async with hearts(model_dir, "p0 e0 e1", PATIENT, encode_hedge_seconds=600.0) as (mesh, (_, *encoders)):
+        for worker in encoders:
+            worker.encode_gate.clear()
+        encoding, record = test_encoding.stage(mesh, test_encoding.media("a"))
+
+        async def references() -> list[str]:
+            async with encoding.embeddings() as found:
+                return [each.owner.worker_id for each in found]
+
+        task = asyncio.create_task(references())
+        stopped, other = await chosen(encoders)
+        other.encode_gate.set()
+        await silent(mesh, stopped)
+        assert await task == record.encode_workers == [other.record.worker_id]
+        await until(lambda: not stopped.running)
