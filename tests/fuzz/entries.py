@@ -20,13 +20,32 @@ from tests.fuzz.world import World
 from tests.mesh import MODEL, request
 
 _ODD: tuple[Any, ...] = (
-    *(None, True, "", "a", "é\u0000", "x" * 70_000, "127.0.0.1:1", "[::]:0", "unix:/x", "host", ":1", "a:b", 0, -1, 1, 16),
+    *(
+        None,
+        True,
+        "",
+        "a",
+        "é\u0000",
+        "x" * 70_000,
+        "127.0.0.1:1",
+        "[::]:0",
+        "unix:/x",
+        "host",
+        ":1",
+        "a:b",
+        0,
+        -1,
+        1,
+        16,
+    ),
     *(2**31, 2**63, 2**64, -(2**63), 1e308, 0.5, [], {}, [[]], ["encode"], ["prefill", "decode"], ["nothing"]),
 )
 
 
 def record(rng: Random, name: str = "fuzzed") -> WorkerRecord:
-    layout = KvLayout(model=MODEL, revision="r", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=16, block_size=16)
+    layout = KvLayout(
+        model=MODEL, revision="r", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=16, block_size=16
+    )
     return WorkerRecord(
         worker_id=name,
         incarnation="1",
@@ -62,7 +81,9 @@ def mutated(rng: Random, value: bytes) -> bytes:
         case 1:
             return rng.randbytes(rng.choice((0, 1, 100, 70_000)))
         case 2:
-            return made.replace(b'"executor"', rng.choice((b'"x": ' + b"[" * 20_000, b'"executor": 1, "executor"', b'"\xff"')))
+            return made.replace(
+                b'"executor"', rng.choice((b'"x": ' + b"[" * 20_000, b'"executor": 1, "executor"', b'"\xff"'))
+            )
         case 3:
             return made + b" " * rng.choice((1, 64 * 1024, 1 << 20))
     return made

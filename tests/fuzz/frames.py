@@ -91,7 +91,9 @@ class Handshakes(Surface):
             if len(await reader.readexactly(16)) != 16:
                 raise Fault("no nonce")
             claim = rng.randbytes(16) + struct.pack("<III", *(rng.choice((0, 1, 2**32 - 1)) for _ in range(3)))
-            writer.write((claim + rng.randbytes(16))[: rng.choice((0, 1, 43, 44, 44))] + rng.randbytes(rng.choice((0, 0, 9))))
+            writer.write(
+                (claim + rng.randbytes(16))[: rng.choice((0, 1, 43, 44, 44))] + rng.randbytes(rng.choice((0, 0, 9)))
+            )
             writer.write_eof()
             if await reader.read(100):
                 raise Fault("a wrong claim was granted")

@@ -9,7 +9,7 @@ import grpc
 from common.errors import by_reason
 
 MOST_CHARACTERS = 2_000  # of an error's message: it says what is wrong, and never sends back what came
-# gRPC's own: no such method, a message larger than allowed, a call that was cancelled or ran out of time, wrong framing.
+# gRPC's own: no such method, a message larger than allowed, a call cancelled or out of time.
 TRANSPORT = frozenset(
     {
         grpc.StatusCode.UNIMPLEMENTED,
@@ -59,13 +59,19 @@ def http_statuses() -> frozenset[int]:
 
 
 class Logged(logging.Handler):
-    """Collects what services log as an error, which bad input alone must never make them do."""
+    """Collects what services log as an error, which bad input alone must never make them do.
 
-    def __init__(self) -> None:
+    Not gRPC's word that a peer's answer could not be parsed; and `but`: names of further loggers.
+    """
+
+    def __init__(self, *but: str) -> None:
         super().__init__(logging.ERROR)
         self.found: list[str] = []
+        self._but = ("grpc._common", *but)
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name in self._but:
+            return
         kind = "" if record.exc_info is None or record.exc_info[0] is None else f" ({record.exc_info[0].__name__})"
         text = logging.Formatter().format(record)
         self.found.append(f"{record.name}: {record.getMessage()[:200]}{kind}\n{text[-1500:]}")

@@ -90,7 +90,9 @@ def _reordered(rng: Random, data: bytes) -> bytes:
 def _bomb(rng: Random, _: bytes) -> bytes:
     """A small file that promises, or holds, far more than it should."""
     width, height = rng.choice(_SIZES), rng.choice(_SIZES)
-    header = struct.pack(">IIBBBBB", width, height, rng.choice((1, 8, 16)), rng.choice((0, 2, 3, 6)), 0, 0, rng.choice((0, 1)))
+    header = struct.pack(
+        ">IIBBBBB", width, height, rng.choice((1, 8, 16)), rng.choice((0, 2, 3, 6)), 0, 0, rng.choice((0, 1))
+    )
     zeros = zlib.compress(bytes(rng.choice((0, 10, 1 << 16, 1 << 22))))
     text = _chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(1 << 22))) if rng.random() < 0.3 else b""
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + text + _chunk(b"IDAT", zeros) + _chunk(b"IEND", b"")
@@ -117,7 +119,16 @@ def _padded(rng: Random, data: bytes) -> bytes:
     return data + rng.choice((b"\0", b"\xff", b"\x89PNG")) * rng.choice((1, 1000, LIMITS.max_file_bytes))
 
 
-_WAYS: tuple[Callable[[Random, bytes], bytes], ...] = (damaged, damaged, _header_lies, _header_lies, _spliced, _reordered, _bomb, _padded)
+_WAYS: tuple[Callable[[Random, bytes], bytes], ...] = (
+    damaged,
+    damaged,
+    _header_lies,
+    _header_lies,
+    _spliced,
+    _reordered,
+    _bomb,
+    _padded,
+)
 
 
 class Pictures(Surface):

@@ -36,7 +36,11 @@ _TEXTS = (
 
 
 def text(rng: Random) -> str:
-    return rng.choice((*_TEXTS, "é" * LONG)) if rng.random() < 0.9 else "".join(map(chr, rng.choices(range(1, 0xD7FF), k=20)))
+    return (
+        rng.choice((*_TEXTS, "é" * LONG))
+        if rng.random() < 0.9
+        else "".join(map(chr, rng.choices(range(1, 0xD7FF), k=20)))
+    )
 
 
 def data(rng: Random) -> bytes:

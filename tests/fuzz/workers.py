@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import grpc
-
 from common.cache.keys import media_key
 from common.rpc import wire
 from common.transfer.key import Identity
@@ -160,7 +158,10 @@ class WorkerGrpc(Surface):
             case 5:
                 finish = decode_pb2.FinishRequest(key=key, choices=[0, 1])
                 hold = decode_pb2.HoldRequest(key=key, hold=True)
-                return [Step(calls.decode, "DecodeService/Finish", [finish]), Step(calls.decode, "DecodeService/Hold", [hold])]
+                return [
+                    Step(calls.decode, "DecodeService/Finish", [finish]),
+                    Step(calls.decode, "DecodeService/Hold", [hold]),
+                ]
             case 6:
                 watch = worker_pb2.WatchRequest(from_sequence=3, incarnation=worker.context.identity.incarnation)
                 return [Step(worker, "WorkerService/Watch", [watch], 2)]
@@ -191,7 +192,9 @@ class WorkerGrpc(Surface):
                     decoding.sent[0].subscription.subscriber = subscriber
                 steps.append(decoding)
                 steps.append(Step(calls.decode, "DecodeService/Hold", [decode_pb2.HoldRequest(key=key, hold=False)]))
-                steps.append(Step(calls.decode, "DecodeService/Finish", [decode_pb2.FinishRequest(key=key, choices=[0])]))
+                steps.append(
+                    Step(calls.decode, "DecodeService/Finish", [decode_pb2.FinishRequest(key=key, choices=[0])])
+                )
                 return steps
             case 1:  # a prompt, pulled and read by us
                 key = new_key()
@@ -220,7 +223,9 @@ class WorkerGrpc(Surface):
                     sent = sent * rng.choice((0, 2))
                 channel = self._world.channel(step.worker.address)
                 running.append(
-                    group.create_task(call(channel, f"/epd.v1.{step.method}", sent, leave_after=step.leave_after, timeout=2.0))
+                    group.create_task(
+                        call(channel, f"/epd.v1.{step.method}", sent, leave_after=step.leave_after, timeout=2.0)
+                    )
                 )
                 for _ in range(rng.choice((1, 20))):
                     await asyncio.sleep(0)

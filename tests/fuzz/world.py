@@ -92,7 +92,12 @@ async def world(directory: Path) -> AsyncIterator[World]:
             directory / "run",
             ("encode", "prefill", "decode"),
             worker={"handoff": LIMITS},
-            gateway={"default_timeout_seconds": 10.0, "route_wait_seconds": 1.0, "hold_seconds": 2.0, "recovery_seconds": 5.0},
+            gateway={
+                "default_timeout_seconds": 10.0,
+                "route_wait_seconds": 1.0,
+                "hold_seconds": 2.0,
+                "recovery_seconds": 5.0,
+            },
             encoder={"rows": 256},
             num_blocks=64,
             max_context=160,
