@@ -130,7 +130,7 @@ def chat(
             if line in ("/quit", "/exit"):
                 return
             if line == "/new":
-                history = history[:1] if system else []
+                history, images = history[:1] if system else [], ()
                 console.print("[dim]A new conversation.[/dim]")
             elif line.startswith("/image "):
                 try:
@@ -146,7 +146,10 @@ def chat(
                 except KeyboardInterrupt:
                     console.print("\n[dim]stopped[/dim]")
                 except EpdError as error:
-                    console.print(f"[red]{error.message}[/red]")
+                    console.print(f"[red]{error.message}[/red]", highlight=False)
+                    if images and isinstance(error, InvalidArgument):  # or every further message would meet it again
+                        console.print("[dim]The pictures were dropped.[/dim]")
+                        images = ()
                 if answer:
                     history += [said, Message("assistant", "".join(answer))]
                     images = ()

@@ -24,6 +24,7 @@ def up_detached(arguments: list[str]) -> None:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, pass_fds=[writing]
         )
         os.close(writing)
+        print(f"starting; what happens meanwhile is told in {log}", flush=True)
         if not ready.readline():  # its end: the process is gone
             process.wait()
             raise ChildFailed(f"the mesh did not start:\n{log.read_text(errors='replace').strip()}")

@@ -36,8 +36,14 @@ def progress_bar(model: str) -> Iterator[checkpoint.Progress]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(model, total=None)
+        told = ""
 
         def show(stage: str, done: int, total: int) -> None:
+            nonlocal told
+            kind = stage.partition(":")[0]
+            if kind != told and not console.is_terminal:  # a log: a line for each kind of stage
+                console.print(f"{model}: {kind}", highlight=False)
+            told = kind
             progress.update(task, description=f"{model}: {stage}", completed=done, total=total or None)
 
         yield show

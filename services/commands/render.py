@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.telemetry import CACHED_IMAGES, CACHED_TOKENS, IMAGES
 from epd.v1 import generation_pb2, trace_pb2, types_pb2, worker_pb2
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -67,6 +68,8 @@ def hops_table(accounting: generation_pb2.Accounting) -> Table:
         table.add_row(hop.name, hop.where, milliseconds(seconds), drawn)
         start += seconds
     table.caption = "green: until the first token; blue: after it"
+    if accounting.cached_images:
+        table.caption += f". Not encoded, since known: {accounting.cached_images} of the images"
     table.caption_justify = "left"
     return table
 
@@ -93,6 +96,8 @@ def waterfall(spans: Sequence[trace_pb2.Span], width: int) -> Table:
     for name, (_, span) in zip(names, rows, strict=True):
         if span.error:
             name.append(f" {span.error}", style="red")
+        if note := _cached(span):
+            name.append(f" {note}", style="green")
     services = max(len("service"), *(len(span.service) for span in spans))
     bars = max(12, width - max(len(name) for name in names) - services - 22)
     table.add_column("span", no_wrap=True)
@@ -121,6 +126,14 @@ def tree_order(spans: Iterable[trace_pb2.Span]) -> list[tuple[int, trace_pb2.Spa
         ordered.append((depth, span))
         todo += [(depth + 1, child) for child in sorted(children.get(span.span_id, []), key=_start, reverse=True)]
     return ordered
+
+
+def _cached(span: trace_pb2.Span) -> str:
+    """What the span did not have to compute."""
+    images, tokens = (span.attributes.get(name, "") for name in (CACHED_IMAGES, CACHED_TOKENS))
+    if images not in ("", "0"):
+        return f"{images} of {span.attributes[IMAGES]} cached"
+    return f"{tokens} tokens cached" if tokens not in ("", "0") else ""
 
 
 def _start(span: trace_pb2.Span) -> int:

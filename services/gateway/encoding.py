@@ -122,7 +122,10 @@ class Encoding:
             backoff = min(_LONGEST_BACKOFF_SECONDS, 2 * backoff)
 
     async def _make(self, images: Sequence[Image], exclude: frozenset[str], tries: int) -> list[Made]:
-        parts = await self._assign(images, exclude)
+        # Once one was lost it may be the only one, and starting again.
+        lost = self._key.attempt > 1 or tries < _TRIES
+        settings = self._mesh.settings
+        parts = await self._assign(images, exclude, settings.recovery_seconds if lost else settings.route_wait_seconds)
         made: list[Made] = []
         tasks = [asyncio.ensure_future(self._make_part(part, exclude, tries)) for part in parts]
         try:
@@ -134,11 +137,11 @@ class Encoding:
             await asyncio.gather(*tasks, return_exceptions=True)
         return made
 
-    async def _assign(self, images: Sequence[Image], exclude: frozenset[str]) -> list[Part]:
+    async def _assign(self, images: Sequence[Image], exclude: frozenset[str], wait_seconds: float) -> list[Part]:
         fleet = self._mesh.fleet
         exclude |= fleet.pairs.unreachable(self._puller)
         try:
-            async with asyncio.timeout(self._mesh.settings.route_wait_seconds):
+            async with asyncio.timeout(wait_seconds):
                 while True:
                     encoders = [worker.encoder_view() for worker in fleet.all() if worker.encodes_for(self._puller)]
                     if parts := assign(images, encoders, exclude):
