@@ -3,6 +3,7 @@
 Settings and layout come as the socket's first frame.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -23,7 +24,8 @@ def main() -> None:
     socket_fd, pool_fd = map(int, sys.argv[1:])
     sock = socket.socket(fileno=socket_fd)
     launch = msgspec.json.decode(read_frame(sock), type=Launch)
-    run_encoder(sock, PoolMemory.attach(pool_fd, writable=True), launch)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the service is gone; so shall we be
+        run_encoder(sock, PoolMemory.attach(pool_fd, writable=True), launch)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Settings and layouts come as the socket's first frame.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -24,7 +25,8 @@ def main() -> None:
     launch = msgspec.json.decode(read_frame(sock), type=Launch)
     memory = PoolMemory.attach(pool_fd, writable=True)
     embeddings = PoolMemory.attach(embeddings_fd[0]) if embeddings_fd else None
-    run_engine(sock, doorbell, launch, memory, embeddings)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the service is gone; so shall we be
+        run_engine(sock, doorbell, launch, memory, embeddings)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ class RemoteImages:
     async def fetch(self, url: str, field: str = "url") -> bytes:
         """The image file there. Raises InvalidArgument saying why not, and never quoting the URL."""
         settings = self._settings
+        if not url:
+            raise _wrong(field, "the url is empty")
         if not self._hosts:
             raise _wrong(field, "images by URL are off at this gateway; send a data: URI")
         try:
