@@ -130,6 +130,11 @@ class Tokenizer:
                 pass
         return table
 
+    def warm_up(self) -> None:
+        """Makes the table that the first request, and all that stream meanwhile, would wait a fifth of a second for."""
+        if self.byte_level:
+            _ = self.byte_table
+
     @cached_property
     def _compiled(self) -> jinja2.Template | None:
         return None if self._template is None else _environment().from_string(self._template)

@@ -196,7 +196,9 @@ def _load_vision(path: str) -> VisionSpec | None:
 
 def _load(name: str, path: str) -> Tokenizer:
     try:
-        return Tokenizer(path)
+        tokenizer = Tokenizer(path)
+        tokenizer.warm_up()
+        return tokenizer
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"the tokenizer of {name} cannot be read from {path}: {error}", field="models") from error
     except Exception as error:  # what the tokenizers library raises is a bare Exception

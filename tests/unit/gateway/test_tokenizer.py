@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import InvalidArgument
 from common.models.tokenizer import Tokenizer
+from services.gateway.main import _load
 from tests.tokenizer_files import byte_tokenizer
 from tests.vlm_files import PARTS_TEMPLATE
 
@@ -164,3 +165,7 @@ def test_content_parts_as_transformers_renders_them(tmp_path: Path) -> None:
 )
 def test_templates_that_take_parts(tmp_path: Path, template: str | None, takes_parts: bool) -> None:
     assert Tokenizer(byte_tokenizer(tmp_path / "m", template)).takes_parts is takes_parts
+
+
+def test_a_gateway_makes_the_table_of_bytes_before_it_serves(model_dir: Path) -> None:
+    assert "byte_table" in vars(_load("model", str(model_dir)))
