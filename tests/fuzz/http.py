@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 from random import Random
 from typing import Any
@@ -104,6 +105,10 @@ def valid(rng: Random) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", body | {"messages": messages, "logprobs": True, "top_logprobs": 1}
 
 
+def _odd(rng: Random) -> Any:
+    return copy.deepcopy(rng.choice(_ODD))
+
+
 def _places(value: Any) -> list[Any]:
     """Every list and table inside."""
     found = [value] if isinstance(value, dict | list) and value else []
@@ -122,11 +127,11 @@ def mutated(rng: Random, body: dict[str, Any]) -> bytes:
             case 0 if isinstance(place, dict):
                 place.pop(key, None)
             case 1 if isinstance(place, dict):
-                place[rng.choice(("extra", "", "e\u0301" * 100, "max_tokens", "x" * 3000))] = rng.choice(_ODD)
+                place[rng.choice(("extra", "", "e\u0301" * 100, "max_tokens", "x" * 3000))] = _odd(rng)
             case 2 if isinstance(place, list):
                 place *= rng.choice((0, 2, 100))
             case _:
-                place[key] = rng.choice(_ODD)
+                place[key] = _odd(rng)
     text = json.dumps(body)
     if rng.random() < 0.15:
         at = rng.choice([i for i, character in enumerate(text) if character in ":,"] or [0]) + 1

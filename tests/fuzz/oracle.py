@@ -72,7 +72,8 @@ class Logged(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name in self._but:
             return
-        kind = "" if record.exc_info is None or record.exc_info[0] is None else f" ({record.exc_info[0].__name__})"
+        raised = record.exc_info[0] if record.exc_info else None
+        kind = f" ({raised.__name__})" if raised else ""
         text = logging.Formatter().format(record)
         self.found.append(f"{record.name}: {record.getMessage()[:200]}{kind}\n{text[-1500:]}")
 

@@ -20,12 +20,12 @@ CI: dict[str, int] = {
     "gRPC, public": 1200,
     "gRPC, workers": 1200,
     "transfer frames": 400,
-    "workers' answers": 300,
+    "workers' answers": 160,
     "HTTP": 1200,
-    "images": 2500,
-    "etcd values": 2500,
+    "images": 2000,
+    "etcd values": 3000,
     "etcd entries": 200,
-    "engine frames": 1500,
+    "engine frames": 1700,
     "shm hand-shake": 300,
 }
 MAKERS: dict[str, Callable[[World], Surface]] = {
