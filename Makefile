@@ -1,12 +1,15 @@
 # make up      the whole mesh on this machine; Ctrl-C ends it        make up ARGS="--prefill 2 --decode 2 --dtype float32"
 # make test    linters, types, protos and every test                 make test ARGS="tests/unit -k sampler"
 # make bench   measurements                                          make down: end a mesh started with ARGS=--detach
+# make chaos   the mesh under faults, every answer known             make chaos MINUTES=20 ARGS="--seed 1"
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Of faults, for make chaos.
+MINUTES ?= 20
 # Index to take torch from, for example PyTorch's CPU builds; default: pip's own index.
 TORCH_INDEX ?=
 TORCH := torch==2.13.0
@@ -19,10 +22,10 @@ export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/v1/*.proto)
 
-.PHONY: help up down test lint protos bench train-vlm clean
+.PHONY: help up down test lint protos bench chaos train-vlm clean
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 up: $(VENV)/.local-stamp
 	@$(BIN)/epd up $(ARGS)
@@ -43,6 +46,9 @@ lint: $(VENV)/.dev-stamp
 
 bench: $(VENV)/.dev-stamp
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m bench $(ARGS)
+
+chaos: $(VENV)/.dev-stamp
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.chaos --minutes $(MINUTES) $(ARGS)
 
 # The projector of picture-vlm, an hour or two; goes on where it was interrupted. Then commit the file it wrote.
 train-vlm: $(VENV)/.dev-stamp

@@ -2,12 +2,17 @@
 
 import grpc
 
+MAX_MESSAGE_CHARACTERS = 1000
+MAX_FIELD_CHARACTERS = 128
+
 
 class EpdError(Exception):
     """Base of all errors that cross a process boundary.
 
     `message` is shown to callers, so it never holds prompts, outputs, token ids or keys.
-    `field` names the offending input; `retry_after_seconds` is a hint for retryable ones.
+    `field` names the offending input; `retry_after_seconds` is a hint for retryable ones; `peer` is the worker that
+    the one that raised it could not pull from. Message and field are cut to a length that every transport takes, for
+    they may name what a caller sent (a model, an unknown parameter).
     """
 
     status = grpc.StatusCode.INTERNAL
@@ -15,11 +20,14 @@ class EpdError(Exception):
     reason = "INTERNAL"
     retryable = False  # another worker, or the same one later, may succeed
 
-    def __init__(self, message: str, *, field: str = "", retry_after_seconds: float | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+    def __init__(
+        self, message: str, *, field: str = "", retry_after_seconds: float | None = None, peer: str = ""
+    ) -> None:
+        self.message = _cut(message, MAX_MESSAGE_CHARACTERS)
+        super().__init__(self.message)
+        self.field = _cut(field, MAX_FIELD_CHARACTERS)
         self.retry_after_seconds = retry_after_seconds
+        self.peer = peer
 
 
 class InvalidArgument(EpdError):
@@ -56,6 +64,24 @@ class Overloaded(EpdError):
     """A bounded queue is full."""
 
     status, http, reason, retryable = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "OVERLOADED", True
+
+
+class RateLimited(EpdError):
+    """A tenant's limit is used up; the message names it, the hint says when there is room again."""
+
+    status, http, reason, retryable = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "RATE_LIMITED", True
+
+
+class Unauthenticated(EpdError):
+    """No key, or one that is not known (any more)."""
+
+    status, http, reason = grpc.StatusCode.UNAUTHENTICATED, 401, "UNAUTHENTICATED"
+
+
+class PermissionDenied(EpdError):
+    """The caller is known and may not do this."""
+
+    status, http, reason = grpc.StatusCode.PERMISSION_DENIED, 403, "PERMISSION_DENIED"
 
 
 class Unavailable(EpdError):
@@ -156,6 +182,10 @@ class ChildFailed(EpdError):
     """A process of a local mesh refuses to start, or has failed too often."""
 
     reason = "CHILD_FAILED"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def by_reason() -> dict[str, type[EpdError]]:

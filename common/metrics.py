@@ -1,6 +1,7 @@
 """Every metric of the mesh, declared once. Each service has a registry of its own: several may share a process."""
 
 import threading
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
@@ -58,6 +59,15 @@ class Metrics:
         )
         self.refusals = Counter("epd_refusals_total", "Requests refused before work.", ("reason",), registry=registry)
         self.retries = Counter("epd_retries_total", "Attempts after the first.", ("model", "reason"), registry=registry)
+        self.retries_refused = Counter(
+            "epd_retries_refused_total", "Attempts that the retry budget did not allow.", ("model",), registry=registry
+        )
+        self.hedges = Counter(
+            "epd_hedges_total",
+            "Second attempts beside one whose worker fell silent: won, lost, failed.",
+            ("model", "outcome"),
+            registry=registry,
+        )
         self.cancellations = Counter(
             "epd_cancellations_total", "Requests given up by their client.", ("model",), registry=registry
         )
@@ -86,6 +96,46 @@ class Metrics:
             "epd_transfer_failures_total", "Pulls that failed.", ("channel", "reason"), registry=registry
         )
 
+        # who calls
+        self.call_errors = Counter(
+            "epd_call_errors_total", "Calls answered with an error.", ("method", "reason"), registry=registry
+        )
+        self.access_refusals = Counter(
+            "epd_access_refusals_total",
+            "Calls that their role may not make.",
+            ("method", "role"),
+            registry=registry,
+        )
+        self.peer_refusals = Counter(
+            "epd_peer_refusals_total",
+            "Calls not made since a certificate was not the expected one.",
+            ("reason",),
+            registry=registry,
+        )
+        self.tls_connections = Counter(
+            "epd_tls_connections_total",
+            "Connections from within the mesh: opened, and of those that came to a call, authenticated.",
+            ("state",),
+            registry=registry,
+        )
+        self.certificate_end = Gauge(
+            "epd_certificate_end_seconds", "When the own certificate expires, in Unix time.", registry=registry
+        )
+
+        # the gateway's queue
+        self.queued_requests = Gauge(
+            "epd_gateway_queued_requests", "Requests that wait for room at workers.", ("tenant",), registry=registry
+        )
+        self.queued_tokens = Gauge(
+            "epd_gateway_queued_tokens", "Prompt tokens of requests that wait.", ("tenant",), registry=registry
+        )
+        self.queue_refusals = Counter(
+            "epd_gateway_queue_refusals_total",
+            "Requests not let into the queue, or sent away from it, by why.",
+            ("tenant", "cause"),
+            registry=registry,
+        )
+
         # state
         self.queue_depth = Gauge("epd_queue_depth", "Entries waiting.", ("queue",), registry=registry)
         self.kv_blocks = Gauge(
@@ -94,6 +144,15 @@ class Metrics:
         self.engine_steps = Counter("epd_engine_steps_total", "Steps of the engine.", registry=registry)
         self.preemptions = Counter("epd_preemptions_total", "Sequences preempted.", registry=registry)
         self.workers = Gauge("epd_workers", "Workers known to the gateway.", ("model", "role"), registry=registry)
+        self.workers_away = Gauge(
+            "epd_workers_away",
+            "Workers that get nothing now, by why: down, silent, circuit open, circuit half-open.",
+            ("model", "why"),
+            registry=registry,
+        )
+        self.pairs_away = Gauge(
+            "epd_pairs_away", "Pairs of workers whose pulls failed, not chosen now.", registry=registry
+        )
         self.registry_alive = Gauge("epd_registry_alive", "1 while registered.", registry=registry)
         self.registry_bad_values = Counter(
             "epd_registry_bad_values_total", "Registry values skipped.", ("cause",), registry=registry
@@ -107,6 +166,7 @@ class Metrics:
         """All metrics in Prometheus' text format (CONTENT_TYPE)."""
         return generate_latest(self.registry)
 
-    def serve(self, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
-        """Serves /metrics over HTTP from a thread; the caller ends it with `server.shutdown()`."""
-        return start_http_server(port, addr=host, registry=self.registry)
+    def serve(self, host: str, port: int, **tls: Any) -> tuple[WSGIServer, threading.Thread]:
+        """Serves /metrics over HTTP from a thread; the caller ends it with `server.shutdown()`. tls: as the library's
+        start_http_server takes it."""
+        return start_http_server(port, addr=host, registry=self.registry, **tls)

@@ -27,6 +27,7 @@ GATEWAY_GENERATE = "gateway.generate"
 GATEWAY_ADMIT = "gateway.admit"
 GATEWAY_PREPROCESS = "gateway.preprocess"
 GATEWAY_ROUTE = "gateway.route"
+GATEWAY_QUEUE = "gateway.queue"  # waiting for room at workers
 GATEWAY_RETRY = "gateway.retry"
 ENCODE_IMAGES = "encode.images"  # gateway's, all of a request's images
 ENCODE_RUN = "encode.run"  # an encode worker's part of them

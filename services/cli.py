@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from common.process import end_with_parent
+from services.commands.certs_app import certs_app
+from services.commands.keys_app import keys_app
 from services.commands.models_app import models_app
 
 EXIT_REFUSED = 2  # as services.supervisor, which is not imported here for its cost
@@ -21,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(models_app, name="models")
+app.add_typer(certs_app, name="certs")
+app.add_typer(keys_app, name="keys")
 
 LOCAL, ROLES, USE = "On one machine", "One role", "Use a running mesh"
 
@@ -30,6 +34,8 @@ Config = Annotated[str, typer.Option(help="TOML file with tables [worker] and [g
 Otlp = Annotated[
     str | None, typer.Option(help="where spans go, host:port of an OTLP collector", envvar="EPD_OTLP_ENDPOINT")
 ]
+Ca = Annotated[str, typer.Option(help="file of the authority to trust, or `system`", envvar="EPD_CA")]
+Certs = Annotated[str, typer.Option(help="directory with ca.pem and a certificate of our own", envvar="EPD_CERTS")]
 Drain = Annotated[float | None, typer.Option(help="longest time for running requests to finish at the end")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
 
@@ -59,6 +65,7 @@ def up(
     otlp_endpoint: Otlp = None,
     config: Config = "",
     drain_seconds: Drain = None,
+    tls: Annotated[bool, typer.Option("--tls", help="TLS everywhere, with certificates made for this run")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="run in the background; `epd down` ends it")] = False,
     ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -90,6 +97,7 @@ def up(
         etcd=etcd,
         otlp_endpoint=otlp_endpoint or "",
         config=config,
+        tls=tls,
         **({} if drain_seconds is None else {"drain_seconds": drain_seconds}),
     )
     run(options, ready_fd=ready_fd)
@@ -124,6 +132,7 @@ def worker(
     otlp_endpoint: Otlp = None,
     drain_seconds: Drain = None,
     config: Config = "",
+    certs: Certs = "",
 ) -> None:
     """An encode, prefill or decode worker, or several roles in one."""
     from services.commands import roles as role
@@ -150,6 +159,7 @@ def worker(
             "otlp_endpoint": otlp_endpoint,
             "drain_seconds": drain_seconds,
         },
+        certs,
     )
 
 
@@ -162,6 +172,8 @@ def gateway(
     otlp_endpoint: Otlp = None,
     drain_seconds: Drain = None,
     config: Config = "",
+    certs: Certs = "",
+    cert_id: Annotated[str, typer.Option(help="whose certificate, of those in --certs")] = "gateway",
 ) -> None:
     """The public server: gRPC and OpenAI HTTP."""
     from services.commands import roles as role
@@ -176,6 +188,8 @@ def gateway(
             "otlp_endpoint": otlp_endpoint,
             "drain_seconds": drain_seconds,
         },
+        certs,
+        cert_id,
     )
 
 
@@ -183,11 +197,12 @@ def gateway(
 def etcd(
     address: Annotated[str, typer.Option(help="host:port to listen on; loopback only")] = "127.0.0.1:2379",
     data_dir: Annotated[Path, typer.Option(help="wiped at each start")] = Path(".run/etcd"),
+    certs: Certs = "",
 ) -> None:
     """The packaged etcd server, for one machine."""
     from services.commands import roles as role
 
-    role.etcd(address, data_dir)
+    role.etcd(address, data_dir, certs)
 
 
 @app.command(rich_help_panel=USE)
@@ -208,9 +223,11 @@ def generate(
     timeout: Annotated[float, typer.Option(help="seconds")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="every message as one line of JSON")] = False,
     timing: Annotated[bool, typer.Option("--timing", help="then show where the time went")] = False,
+    ca: Ca = "",
 ) -> None:
     """Ask once and print the answer while it comes."""
     from services.commands import ask
+    from services.commands.trust import Trust
 
     question = ask.Question(
         model=model,
@@ -225,7 +242,8 @@ def generate(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     images = ask.read_images(image or ())
-    asyncio.run(ask.generate(address, text, question, images=images, as_json=json, timing=timing))
+    trust = Trust(ca)
+    asyncio.run(ask.generate(address, text, question, images=images, as_json=json, timing=timing, trust=trust))
 
 
 @app.command(rich_help_panel=USE)
@@ -238,11 +256,13 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0: greedy")] = 0.2,
     top_p: Annotated[float | None, typer.Option()] = 0.9,
     seed: Annotated[int | None, typer.Option()] = None,
+    ca: Ca = "",
 ) -> None:
     """A conversation in the terminal."""
     import secrets
 
     from services.commands import ask
+    from services.commands.trust import Trust
 
     session = secrets.token_hex(8)
     ask.chat(
@@ -252,40 +272,48 @@ def chat(
         ),
         system,
         ask.read_images(image or ()),
+        Trust(ca),
     )
 
 
 @app.command(rich_help_panel=USE)
-def status(address: Address = "", etcd: Etcd = "") -> None:
+def status(address: Address = "", etcd: Etcd = "", ca: Ca = "", certs: Certs = "") -> None:
     """Workers with their roles, pools, queues and integrity; without etcd only what the gateway knows."""
     from services.commands import inspect
+    from services.commands.trust import Trust
 
-    asyncio.run(inspect.status(address, etcd))
+    asyncio.run(inspect.status(address, etcd, Trust(ca, certs)))
 
 
 @app.command(rich_help_panel=USE)
 def trace(
     identifier: Annotated[str, typer.Argument(metavar="ID", help="a trace id, or an answer's or a request's id")],
     address: Address = "",
+    ca: Ca = "",
 ) -> None:
     """Where one request's time went, as a waterfall."""
     from services.commands import inspect
+    from services.commands.trust import Trust
 
-    asyncio.run(inspect.trace(address, identifier))
+    asyncio.run(inspect.trace(address, identifier, Trust(ca)))
 
 
 @app.command(rich_help_panel=USE)
 def health(
     address: Address = "",
     service: Annotated[str, typer.Option(help="ask for this one's health alone [default: the whole server's]")] = "",
+    ca: Ca = "",
+    certs: Certs = "",
+    name: Annotated[str, typer.Option(help="with TLS: the id in the server's certificate, for a worker")] = "",
 ) -> None:
     """Ask a gateway or a worker whether it serves; ends with 1 if it does not.
 
     A gateway serves when a request would reach workers. With --service only the server's own health counts.
     """
     from services.commands import inspect
+    from services.commands.trust import Trust
 
-    asyncio.run(inspect.health(address, service))
+    asyncio.run(inspect.health(address, service, Trust(ca, certs, name)))
 
 
 def _split(text: str | None) -> tuple[str, ...] | None:

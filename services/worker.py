@@ -13,13 +13,17 @@ from common import telemetry
 from common.engine.client import Engine
 from common.errors import EngineFailed, InvalidArgument
 from common.registry.etcd import EtcdRegistry
+from common.rpc.access import Access
+from common.rpc.engine_pulse import EnginePulse
 from common.rpc.lag import LoopLag
+from common.rpc.peer_name import WORKER, PeerName
 from common.rpc.server import Server, make_server
 from common.rpc.trace_service import TraceService
 from common.rpc.worker_context import WorkerContext, new_incarnation
 from common.rpc.worker_service import WorkerService
 from common.span_store import SpanStore
 from common.tasks import first
+from common.transfer.channels import allowed_channels
 from common.transfer.key import Identity
 from epd.v1 import (
     decode_pb2_grpc,
@@ -87,22 +91,36 @@ class Worker:
         cleanup.push_async_callback(tel.shutdown)
         self.lag.start()
         cleanup.push_async_callback(self.lag.stop)
-        computing = self.computing = await Computing.launch(settings, cleanup)
-
-        server = self._server = make_server(telemetry=tel, receive_bytes=settings.encoder.media.message_bytes)
         # Replicas in containers share roles and process ids, not host names.
         default_id = f"{'-'.join(settings.roles)}-{socket.gethostname()}-{os.getpid()}"
         identity = Identity(settings.worker_id or default_id, new_incarnation())
+        if settings.tls is not None:
+            tel.metrics.certificate_end.set(settings.tls.check(PeerName(WORKER, identity.worker_id)))
+        allowed_channels(settings.channels, encrypted=settings.tls is not None)  # refused before anything is loaded
+        computing = self.computing = await Computing.launch(settings, cleanup)
+
+        server = self._server = make_server(
+            telemetry=tel,
+            tls=settings.tls,
+            access=Access(tel.metrics) if settings.tls is not None else None,
+            receive_bytes=settings.encoder.media.message_bytes,
+        )
         transfers = self.transfers = Transfers(settings, computing, identity)
         await transfers.start(cleanup)
         record = await describe(settings, computing, identity)
         self.context = context = WorkerContext(record, computing.engine, computing.encoder)
+        pulse: EnginePulse | None = None
+        if computing.engine is not None:
+            pulse = EnginePulse(computing.engine, settings.hang_seconds)
+            pulse.start()
+            cleanup.push_async_callback(pulse.stop)
         self._service = WorkerService(
             context,
             open_publications=lambda: transfers.tables.open_publications,
             open_pulls=lambda: transfers.open_pulls,
             open_spans=lambda: tel.open_spans,
             loop_lag_p99=lambda: self.lag.p99,
+            answers=lambda: pulse is None or pulse.answers,
         )
         add = server.add
         add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._service, "epd.v1.WorkerService")
@@ -112,7 +130,8 @@ class Worker:
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
         context.record = msgspec.structs.replace(record, address=f"{settings.reachable_host}:{port}")
         if settings.metrics_port >= 0:
-            http, _ = tel.metrics.serve(settings.host, settings.metrics_port)
+            https = settings.tls.prometheus_options() if settings.tls is not None else {}
+            http, _ = tel.metrics.serve(settings.host, settings.metrics_port, **https)
             cleanup.callback(http.shutdown)
         # Healthy before listed: whoever finds this worker in the registry can call it.
         await server.set_serving(True)

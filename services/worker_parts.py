@@ -9,6 +9,7 @@ import tempfile
 
 import msgspec
 
+from common import telemetry
 from common.encoder.encoder import Encoder
 from common.engine.dtype import resolve_dtype
 from common.engine.process import EngineProcess
@@ -17,6 +18,7 @@ from common.registry.record import WorkerRecord
 from common.rpc.channel import connect
 from common.tasks import ended, first
 from common.transfer.channel_shm import ShmServer
+from common.transfer.channels import allowed_channels
 from common.transfer.embedding_room import EmbeddingRoom
 from common.transfer.embeddings import Embeddings
 from common.transfer.key import Identity
@@ -120,6 +122,7 @@ class Transfers:
         # Shared by all workers of this host and user: how they find out that they are neighbours.
         self._run_dir = settings.run_dir or os.path.join(tempfile.gettempdir(), f"epd-{os.geteuid()}")
         self._computing = computing
+        self._channels = allowed_channels(settings.channels, encrypted=settings.tls is not None)
 
     async def start(self, exit_stack: contextlib.AsyncExitStack) -> None:
         settings, engine, encoder = self._settings, self._computing.engine, self._computing.encoder
@@ -132,11 +135,11 @@ class Transfers:
             embeddings = PublicationTable(self._identity, encoder, limits=limits)
         self.tables = PublicationTables(kv, embeddings)
         shm: ShmServer | None = None
-        if "shm" in settings.channels:
+        if "shm" in self._channels:
             shm = ShmServer(self._run_dir, self.tables)
             await shm.start()
             exit_stack.push_async_callback(shm.stop)
-        self.service = TransferService(self.tables, channels=settings.channels, nonce=shm.nonce if shm else b"")
+        self.service = TransferService(self.tables, channels=self._channels, nonce=shm.nonce if shm else b"")
         if engine is None:
             return
         self.puller = self._make_puller(engine)
@@ -160,8 +163,13 @@ class Transfers:
             self._identity,
             pool,
             layout,
-            functools.partial(connect, keepalive_seconds=settings.keepalive_seconds),
-            channels=settings.channels,
+            functools.partial(
+                connect,
+                tls=settings.tls,
+                metrics=telemetry.current().metrics,
+                keepalive_seconds=settings.keepalive_seconds,
+            ),
+            channels=self._channels,
             run_dir=self._run_dir,
             bytes_per_second=settings.throttle_bytes_per_second,
             limits=settings.handoff,

@@ -9,6 +9,7 @@ from common.engine.settings import EngineSettings
 from common.policies.handoff.terms import HandoffLimits
 from common.registry.settings import EtcdSettings
 from common.rpc.channel import KEEPALIVE_SECONDS
+from common.rpc.tls import TlsOptions
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +24,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     etcd: EtcdSettings = EtcdSettings()
     lease_ttl_seconds: int = 10
     run_dir: str = ""  # 0700, of the shm channel's sockets; the same for all workers of a host. Default: in /tmp
-    channels: tuple[str, ...] = ("shm", "grpc")  # allowed for transfers, best first
+    channels: tuple[str, ...] = ()  # allowed for transfers, best first; default: all, with TLS those that encrypt
+    tls: TlsOptions | None = None  # of the server and towards other workers; the certificate must be of worker_id
     throttle_bytes_per_second: float = 0.0  # of all pulls of a worker together; 0: as fast as it goes
     pull_overlap: bool = True  # False: pull only after prefill has finished, as a baseline
     handoff: HandoffLimits = HandoffLimits()
@@ -31,6 +33,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str = ""
     trace_sample_ratio: float = 1.0
     metrics_port: int = -1  # -1: none, 0: any free one
+    hang_seconds: float = 5.0  # without a word or progress of the engine; then gateways hear nothing from here
     drain_seconds: float = 30.0
     engine_in_thread: bool = False  # tests only: engine and encoder share this process
     engine: EngineSettings = EngineSettings()

@@ -42,8 +42,17 @@ def write_toml(path: Path, section: str, settings: Mapping[str, Any]) -> Path:
 class Role:
     """One process of `epd`, over all its lives, in a process group of its own with what it starts."""
 
-    def __init__(self, role: str, name: str, address: str, directory: Path, settings: Mapping[str, Any]) -> None:
-        self.role, self.name, self.address = role, name, address
+    def __init__(
+        self,
+        role: str,
+        name: str,
+        address: str,
+        directory: Path,
+        settings: Mapping[str, Any],
+        within: Sequence[str] = (),
+    ) -> None:
+        """within: a command that runs ours and keeps its process id, for example in another network namespace."""
+        self.role, self.name, self.address, self._within = role, name, address, within
         self.settings = dict(settings)
         self.process: asyncio.subprocess.Process | None = None
         self.log = directory / f"{name}.log"
@@ -56,7 +65,7 @@ class Role:
         write_toml(self._config, self.role, self.settings)
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "services.cli", self.role, "--config", str(self._config)),
+                *(*self._within, sys.executable, "-m", "services.cli", self.role, "--config", str(self._config)),
                 cwd=ROOT,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 
 from common.cache.keys import INDEX_KEY_BYTES
+from common.cache.shares import Shares
 from common.errors import NeverFits, Overloaded
 
 Image = tuple[bytes, int]  # media key and rows: who counts other rows for a file gets an entry of its own, and an error
@@ -44,6 +45,7 @@ class EmbeddingCache:
 
     Every block is in exactly one state: free, cached (of an entry that is ready and unpinned) or held (of one that is
     pinned or being encoded). Unpinned entries are evicted, the least recently used first; nothing else ever is.
+    An entry belongs to the tenant it was made for, who may be bounded: see `reserve`.
     generations: uint64 [num_blocks], shared with readers; changes when a block gets a new owner, before it is written.
     """
 
@@ -53,6 +55,7 @@ class EmbeddingCache:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._entries: dict[Image, Entry] = {}
         self._unpinned: OrderedDict[Image, Entry] = OrderedDict()  # ready ones, the least recently used first
+        self._shares: Shares[Image] = Shares()
         self._reservations: set[Reservation] = set()
         self._ready_keys: Counter[bytes] = Counter()
         self._changes: dict[bytes, bool] = {}  # key → stored or removed since the last events()
@@ -83,9 +86,18 @@ class EmbeddingCache:
         """Ready, or being encoded."""
         return image in self._entries
 
-    def reserve(self, images: Sequence[Image], *, retry_after_seconds: float = 0.1) -> Reservation:
+    def reserve(
+        self,
+        images: Sequence[Image],
+        *,
+        retry_after_seconds: float = 0.1,
+        tenant: bytes = b"",
+        most: int | None = None,
+    ) -> Reservation:
         """Pins what is there, takes room for what is not, all of it or nothing, and never waits (resource order).
 
+        most: blocks that the tenant may keep from now on, pinned ones included; to stay within them its own unpinned
+        images go first, so that it does not push out others'. None: no bound.
         Raises NeverFits for more than the whole pool, Overloaded with the hint when others hold too much of it.
         """
         wanted = dict.fromkeys(images)
@@ -108,9 +120,12 @@ class EmbeddingCache:
         for image in wanted:
             if image in self._unpinned:
                 self.cached -= len(self._unpinned.pop(image).blocks)
+                self._shares.unpark(image)
+        if most is not None and missing:
+            self._trim(tenant, most - need)
         while len(self._free) < need:
-            self._evict()
-        new = tuple(self._add(image) for image in missing)
+            self._evict(next(iter(self._unpinned)))
+        new = tuple(self._add(image, tenant, most) for image in missing)
         entries = tuple(self._entries[image] for image in images)
         for entry in entries:
             entry.pins += 1
@@ -147,9 +162,7 @@ class EmbeddingCache:
 
     def fail(self, entry: Entry) -> None:
         """It has no embedding, and nobody writes to its blocks any more: whoever has it pinned gets nothing."""
-        entry.state = State.GONE
-        del self._entries[entry.image]
-        self._free += entry.blocks
+        self._forget(entry)
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -177,6 +190,7 @@ class EmbeddingCache:
                 errors.append("the eviction list disagrees with the pins")
             if len(entry.blocks) != self.blocks(image[1]):
                 errors.append("an image has another number of blocks than its rows take")
+        errors += self._shares.check_integrity(set(self._unpinned))
         cached = sum(len(entry.blocks) for entry in self._unpinned.values())
         if not self._unpinned.keys() <= self._entries.keys() or cached != self.cached:
             errors.append(f"{self.cached} cached blocks; counted {cached}")
@@ -187,23 +201,35 @@ class EmbeddingCache:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _add(self, image: Image) -> Entry:
+    def _add(self, image: Image, tenant: bytes, most: int | None) -> Entry:
         blocks = [self._free.pop() for _ in range(self.blocks(image[1]))]
         for block in blocks:
             self._generations[block] += 1
+        self._shares.add(image, tenant, len(blocks), most)
         entry = self._entries[image] = Entry(image, blocks)
         return entry
 
     def _park(self, entry: Entry) -> None:
         self._unpinned[entry.image] = entry
         self.cached += len(entry.blocks)
+        self._shares.park(entry.image)
+        tenant = self._shares.tenant(entry.image)
+        self._trim(tenant, self._shares.limits.get(tenant))
 
-    def _evict(self) -> None:
-        image, entry = self._unpinned.popitem(last=False)
-        self.cached -= len(entry.blocks)
-        del self._entries[image]
+    def _trim(self, tenant: bytes, most: int | None) -> None:
+        while (image := self._shares.excess(tenant, most)) is not None:
+            self._evict(image)
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.image]
         entry.state = State.GONE
+        self._shares.remove(entry.image)
         self._free += entry.blocks
+
+    def _evict(self, image: Image) -> None:
+        entry = self._unpinned.pop(image)
+        self.cached -= len(entry.blocks)
+        self._forget(entry)
         self._ready_keys[image[0]] -= 1
         if not self._ready_keys[image[0]]:
             del self._ready_keys[image[0]]

@@ -124,9 +124,12 @@ class Encoder:
 
     # --- a call's images --------------------------------------------------------------------------------------------
 
-    def reserve(self, images: Sequence[ImageRequest], priority: int = 0) -> EncodeCall:
+    def reserve(
+        self, images: Sequence[ImageRequest], priority: int = 0, *, tenant: str = "", cache_bytes: int = 0
+    ) -> EncodeCall:
         """Room for all of a call's images, and the start of those that are not here. `release` it, however it ends.
 
+        cache_bytes: of embeddings that the tenant may keep here; 0: no bound.
         Raises EmbeddingMissing for an image that is not here and came without its file, NeverFits, Overloaded,
         EngineFailed when the encoder is gone.
         """
@@ -143,7 +146,10 @@ class Encoder:
                 retry_after_seconds=self._hint(),
             )
         reservation = self.cache.reserve(
-            [(image.key, image.rows) for image in images], retry_after_seconds=self._hint()
+            [(image.key, image.rows) for image in images],
+            retry_after_seconds=self._hint(),
+            tenant=tenant.encode(),
+            most=cache_bytes // self._block_bytes if cache_bytes else None,
         )
         for entry in reservation.new:
             job = self._by_entry[entry] = _Job(entry, files[entry.image], priority)
@@ -201,6 +207,10 @@ class Encoder:
 
     def on_load(self, callback: Callable[[EncoderLoad], None]) -> None:
         self._on_load.append(callback)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.layout.unit_bytes * self.layout.levels
 
     def check_integrity(self) -> list[str]:
         errors = self.cache.check_integrity()

@@ -7,6 +7,7 @@ from enum import IntEnum
 import numpy as np
 
 from common.cache.keys import INDEX_KEY_BYTES
+from common.cache.shares import Shares
 
 
 class Owner(IntEnum):
@@ -26,7 +27,7 @@ class BlockPool:
 
     Every block is in exactly one state: free (nobody's, unindexed), cached (nobody's, indexed), active, or held.
     generations: uint64 [num_blocks], shared with readers; changes whenever a block gets a new owner, before it is
-    written.
+    written. A block that is not free belongs to the tenant it was allocated for, who may be bounded: see `allocate`.
     """
 
     def __init__(self, num_blocks: int, generations: np.ndarray) -> None:
@@ -37,6 +38,7 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}  # block → its key, the index turned round
         self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
+        self._shares: Shares[int] = Shares()
         self.active = 0
         self.held = 0
         self.published = 0  # blocks with a PUBLICATION, active ones too
@@ -62,14 +64,25 @@ class BlockPool:
 
     # --- owners -----------------------------------------------------------------------------------------------------
 
-    def allocate(self, count: int, owner: Owner) -> list[int]:
-        """`count` blocks of unknown content, evicting the least recently used cached ones. All or OutOfBlocks."""
+    def allocate(self, count: int, owner: Owner, tenant: bytes = b"", most: int | None = None) -> list[int]:
+        """`count` blocks of unknown content, evicting the least recently used cached ones. All or OutOfBlocks.
+
+        most: blocks that the tenant may keep from now on, those in use included; to stay within them its own cached
+        blocks go first, so that it does not push out others'. None: no bound.
+        """
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks wanted, {self.available} available")
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        for block in blocks:
+        if most is not None:
+            self._trim(tenant, most - count)
+        blocks = []
+        for _ in range(count):
+            if not self._free:
+                self._evict(next(iter(self._lru)))
+            block = self._free.pop()
             self._generations[block] += 1
+            self._shares.add(block, tenant, most=most)
             self._add(block, owner)
+            blocks.append(block)
         return blocks
 
     def acquire(self, blocks: Iterable[int], owner: Owner) -> None:
@@ -77,6 +90,7 @@ class BlockPool:
         for block in blocks:
             if not self._owners(block):
                 del self._lru[block]  # KeyError: a free block has no content to share
+                self._shares.unpark(block)
             self._add(block, owner)
 
     def release(self, blocks: Sequence[int], owner: Owner) -> None:
@@ -89,8 +103,11 @@ class BlockPool:
             if not self._owners(block):
                 if block in self._keys:
                     self._lru[block] = None
+                    self._shares.park(block)
+                    tenant = self._shares.tenant(block)
+                    self._trim(tenant, self._shares.limits.get(tenant))
                 else:
-                    self._free.append(block)
+                    self._give(block)
 
     def transfer(self, blocks: Sequence[int], old: Owner, new: Owner) -> None:
         """Another reason to keep the same blocks: the owner is no new one, generations stay."""
@@ -169,6 +186,9 @@ class BlockPool:
             errors.append("a cached block is not indexed")
         if {block: key for key, block in self._index.items()} != self._keys:
             errors.append("the index and its reverse disagree")
+        errors += self._shares.check_integrity(set(self._lru))
+        if set(range(self.num_blocks)) - free != self._shares.entries:
+            errors.append("a block that is not free has no tenant, or a free one has")
         active = sum(count > 0 for count in self._counts[Owner.SEQUENCE])
         published = sum(count > 0 for count in self._counts[Owner.PUBLICATION])
         if (active, published) != (self.active, self.published):
@@ -206,10 +226,18 @@ class BlockPool:
             self.active += (after == "active") - (before == "active")
             self.held += (after == "held") - (before == "held")
 
-    def _evict(self) -> int:
-        block, _ = self._lru.popitem(last=False)
+    def _trim(self, tenant: bytes, most: int | None) -> None:
+        while (block := self._shares.excess(tenant, most)) is not None:
+            self._evict(block)
+
+    def _evict(self, block: int) -> None:
+        del self._lru[block]
         self._forget(block)
-        return block
+        self._give(block)
+
+    def _give(self, block: int) -> None:
+        self._shares.remove(block)
+        self._free.append(block)
 
     def _forget(self, block: int) -> None:
         key = self._keys.pop(block)

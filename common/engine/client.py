@@ -28,6 +28,7 @@ class Engine(Protocol):
     embedding_layout: EmbeddingLayout | None  # None: the model takes no images
     embeddings: PoolMemory | None  # None: prompts with images are not computed here. The service allocates and fills it
     load: LoadReport
+    heard_at: float  # when it last told anything, on the event loop's clock
 
     def open(self, command: Submit | Reserve) -> EngineStream: ...
 

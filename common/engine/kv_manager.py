@@ -71,11 +71,14 @@ class KvManager:
         fresh = self._limits.blocks(choice.length) - len(hits)
         self._pool.acquire(hits, owner)
         try:
-            blocks = self._pool.allocate(fresh + spares, owner)
+            blocks = self._allocate(choice.sequence, fresh + spares, owner)
         except OutOfBlocks:
             self._pool.release(hits, owner)
             return None
         return hits, blocks[:fresh], blocks[fresh:]
+
+    def _allocate(self, sequence: Sequence, count: int, owner: Owner) -> list[int]:
+        return self._pool.allocate(count, owner, sequence.salt, sequence.cache_blocks)
 
     def full(self, choice: Choice) -> bool:
         """The next token's KV needs one more block."""
@@ -83,7 +86,7 @@ class KvManager:
 
     def grow(self, choice: Choice) -> None:
         """One more block. Raises OutOfBlocks."""
-        blocks = self._pool.allocate(1, Owner.SEQUENCE)
+        blocks = self._allocate(choice.sequence, 1, Owner.SEQUENCE)
         self._executor.zero(blocks)
         choice.blocks += blocks
 

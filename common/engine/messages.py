@@ -46,6 +46,7 @@ class Submit(Command, kw_only=True):
     choices: list[int] = msgspec.field(default_factory=lambda: [0])
     sampling: SamplingParams
     salt: bytes = b""
+    cache_blocks: int | None = None  # that its tenant, all with this salt, may keep here; None: no bound
     priority: int = 0
     publish: bool = False
     decode: bool = True
@@ -62,6 +63,7 @@ class Reserve(Command, kw_only=True):
     choices: list[int] = msgspec.field(default_factory=lambda: [0])
     sampling: SamplingParams
     salt: bytes = b""
+    cache_blocks: int | None = None  # that its tenant, all with this salt, may keep here; None: no bound
     priority: int = 0
     media: list[Media] = []
 

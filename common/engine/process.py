@@ -45,6 +45,7 @@ class EngineProcess(ComputeProcess):
         self.pool = PoolMemory.create(layout.num_layers, settings.num_blocks, layout.unit_bytes)
         self.embeddings = create_embedding_pool(settings, embedding_layout)
         self.load = _NO_LOAD
+        self.heard_at = self._loop.time()
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader = event_reader()
         self._streams: dict[str, SequenceStream] = {}
@@ -163,6 +164,7 @@ class EngineProcess(ComputeProcess):
     # --- the socket's events ----------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        self.heard_at = self._loop.time()
         for event in self._reader.feed(data):
             self._route(event)
         self._wake_waiters()

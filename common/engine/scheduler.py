@@ -13,6 +13,7 @@ from common.policies import batching
 
 MAX_PREEMPTIONS = 1  # recomputed here so often; then the gateway takes the request elsewhere
 _MAX_RETRY_AFTER_SECONDS = 30.0
+_STREAMS = 1 << 31  # priority of what has been preempted: above all that a request can have
 
 
 class Scheduler:
@@ -84,6 +85,7 @@ class Scheduler:
             token_budget=self._settings.token_budget,
             max_running=self._settings.max_running,
             room_blocks=self._pool.available,
+            oldest_share=self._settings.oldest_share,
         )
         preempted = False
         for key in plan.decodes:
@@ -114,7 +116,11 @@ class Scheduler:
                     continue
                 publishing += wanted
             yield batching.Newcomer(
-                id(choice), self._kv.uncached_tokens(choice), self._kv.cost(choice), max(1, self._kv.spares(choice))
+                id(choice),
+                self._kv.uncached_tokens(choice),
+                self._kv.cost(choice),
+                max(1, self._kv.spares(choice)),
+                _STREAMS if choice.preemptions else choice.sequence.priority,
             )
 
     def _admit(self, choice: Choice) -> bool:

@@ -182,7 +182,8 @@ class Sequence:
     publish: its blocks are wanted by a puller, from the submission (leased) until the release.
     spare: blocks kept for the fork, one a choice. published: blocks kept for a puller. given: output tokens at the
     start. cached_tokens: hits of the first admission. started: Started was sent, a preempted prompt is not announced
-    again. reads_embeddings: steps may read its images' rows, until EmbeddingsFreed.
+    again. reads_embeddings: steps may read its images' rows, until EmbeddingsFreed. cache_blocks: that its tenant may
+    keep here; None: no bound.
     """
 
     seq: str
@@ -207,6 +208,8 @@ class Sequence:
     started: bool = False
     media: PromptMedia | None = None
     reads_embeddings: bool = False
+    salt: bytes = b""  # of its tenant: blocks of equal salts are one tenant's
+    cache_blocks: int | None = None
 
     @classmethod
     def of(cls, command: Submit | Reserve, root: bytes, arrival: int, now: float) -> "Sequence":
@@ -226,6 +229,8 @@ class Sequence:
             decode=not isinstance(command, Submit) or command.decode,
             state=State.WAITING if submit else State.RESERVING,
             timings=Timings(arrived=now),
+            salt=command.salt,
+            cache_blocks=command.cache_blocks,
         )
         sequence.choices = [Choice(sequence, index, list(command.output)) for index in command.choices]
         return sequence

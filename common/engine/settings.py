@@ -30,6 +30,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16  # a multiple of 16
     num_blocks: int = 1024
     token_budget: int = 256  # per step, decodes and prefill chunks together
+    oldest_share: float = 0.5  # of a step's prompt tokens, to the oldest; the rest to the shortest. 1: as they came
     max_running: int = 64  # sequences in one step
     max_waiting: int = 256  # queued submissions and reservations; more are refused with Overloaded
     max_context: int = 0  # 0: the model's

@@ -30,6 +30,9 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     transfer_weight: float = 0.25  # cost of moving a prompt token, in tokens of decode load
     tie_tokens: float = 16.0  # costs this close to the best count as equal
     hold: bool = True  # requests wait at the gateway while every decode worker is full; False: in decode's own queue
+    # A prefill worker has room while fewer prompt tokens than this have been sent there and are not computed; as many
+    # again may have images that are being encoded. 0: always. Splitwise's bound of a prompt queue.
+    dispatch_tokens: int = 8192
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +47,12 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     max_context: int
     pending_prefill_tokens: int = 0
+    queued_tokens: int = 0  # of prompts that this gateway has sent there and that are not computed yet
+    encoding_tokens: int = 0  # of those that will be when their images are encoded
     active_blocks: int = 0
     free_blocks: int | None = None  # for new sequences, cached ones that may be evicted included; None: not known
     cached: Collection[bytes] = frozenset()  # prefix keys, cut to INDEX_KEY_BYTES
+    unreachable: Collection[str] = frozenset()  # ids of workers that it cannot pull from now
 
     def has(self, role: str) -> bool:
         return role in self.roles
@@ -60,6 +66,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     single_token: bool = False  # max_tokens = 1: no decode
     min_output_tokens: int = 1  # will surely be generated for each choice
     exclude: Collection[str] = frozenset()  # worker ids that failed this request
+    images: bool = False  # to be encoded first
     prefer_prefill: str = ""  # worker id that computed this prompt before: counts as a whole hit
 
 
@@ -88,8 +95,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """There are pairs for the request, but no decode worker among them has room: wait for one here, where the request
-    holds nothing yet, rather than there, where it would hold a prefill worker's blocks."""
+    """There are workers for the request, but those of `role` are full: wait for one here, where the request holds
+    nothing yet and others can still go before it, rather than there."""
+
+    role: Literal["prefill", "decode"]
 
 
 def cached_tokens(worker: WorkerView, request: RouteRequest) -> int:
@@ -126,16 +135,24 @@ def has_room(worker: WorkerView, request: RouteRequest) -> bool:
     return blocks + request.choices <= worker.free_blocks
 
 
+def takes_prompts(worker: WorkerView, request: RouteRequest, policy: RoutingPolicy) -> bool:
+    """Whether a prefill worker has room. That depends on the worker alone, so a long prompt finds room as soon as a
+    short one; no more than dispatch_tokens go before either of them there."""
+    bound = policy.dispatch_tokens
+    return not bound or (worker.queued_tokens < bound and not (request.images and worker.encoding_tokens >= bound))
+
+
 def route(workers: Iterable[WorkerView], request: RouteRequest, policy: RoutingPolicy) -> Plan | Hold | None:
     """The plan, or None when no worker, or no pair that can exchange blocks, is there."""
     able = [w for w in workers if w.worker_id not in request.exclude and fits(w, request)]
-    prefills = [_prefill_score(w, request) for w in able if w.has(PREFILL)]
+    every_prefill = [_prefill_score(w, request) for w in able if w.has(PREFILL)]
+    prefills = [scored for scored in every_prefill if takes_prompts(scored[0], request, policy)]
     if request.single_token:
         if not prefills:
-            return None
+            return Hold("prefill") if every_prefill else None
         best, _ = _pick(prefills, request, policy)
         return Plan(prefill=best, reason="single-token", scores=_scores(prefills))
-    locals_ = [_local_score(w, request) for w in able if w.has(PREFILL) and w.has(DECODE)]
+    locals_ = [_local_score(w, request) for w, _ in prefills if w.has(DECODE)]
     decodes = [_decode_score(w, request, policy) for w in able if w.has(DECODE)]
     roomy = [scored for scored in decodes if not policy.hold or has_room(scored[0], request)]
     pair = _best_pair(prefills, roomy, request, policy)
@@ -146,7 +163,10 @@ def route(workers: Iterable[WorkerView], request: RouteRequest, policy: RoutingP
         if reason:
             return Plan(decode=worker, reason=reason, scores=everything)
     if pair is None:
-        return Hold() if _best_pair(prefills, decodes, request, policy) else None
+        if _best_pair(prefills, decodes, request, policy):
+            return Hold("decode")
+        both = any(w.has(DECODE) for w, _ in every_prefill)
+        return Hold("prefill") if both or _best_pair(every_prefill, decodes, request, policy) else None
     return Plan(prefill=pair[0], decode=pair[1], reason="pair", scores=everything)
 
 
@@ -188,10 +208,16 @@ def _best_pair(
     pairs: list[_Scored] = []
     chosen: dict[str, tuple[WorkerView, WorkerView]] = {}
     for compat_id in sorted({w.compat_id for w, _ in prefills} & {w.compat_id for w, _ in decodes}):
-        prefill, p = _pick([s for s in prefills if s[0].compat_id == compat_id], request, policy)
-        decode, d = _pick([s for s in decodes if s[0].compat_id == compat_id], request, policy)
-        chosen[prefill.worker_id] = (prefill, decode)
-        pairs.append((prefill, Score(prefill.worker_id, "prefill", p.cost + d.cost, p.uncached_tokens)))
+        mine = [s for s in prefills if s[0].compat_id == compat_id]
+        takers = [s for s in decodes if s[0].compat_id == compat_id]
+        if not any(taker.unreachable for taker, _ in takers):
+            mine = [_pick(mine, request, policy)]  # the two terms are independent
+        for prefill, p in mine:
+            reaching = [s for s in takers if prefill.worker_id not in s[0].unreachable]
+            if reaching:
+                decode, d = _pick(reaching, request, policy)
+                chosen[prefill.worker_id] = (prefill, decode)
+                pairs.append((prefill, Score(prefill.worker_id, "prefill", p.cost + d.cost, p.uncached_tokens)))
     return chosen[_pick(pairs, request, policy)[0].worker_id] if pairs else None
 
 

@@ -19,6 +19,7 @@ from etcd3aio.kv import KVService, prefix_range_end
 from common import errors
 from common.registry.settings import EtcdSettings
 
+end_of_prefix = prefix_range_end
 _T = TypeVar("_T")
 _TRANSIENT = (etcd3aio.EtcdConnectionError, etcd3aio.EtcdTransientError, etcd3aio.EtcdUnauthenticatedError, OSError)
 _GRPC_ERRORS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)  # the latter: closed meanwhile
@@ -80,11 +81,24 @@ class EtcdConnection:
         return [_entry(found) for found in response.kvs], response.header.revision
 
     async def put_if_version(self, entry: Entry) -> bool:
-        """Writes the value under the lease if the key still has entry.version; False if somebody was faster."""
+        """Writes the value under the lease if the key still has entry.version; False if somebody was faster.
+
+        Raises UnknownId when the lease has run out since it was granted or renewed.
+        """
         unchanged = KVService.txn_compare_version(entry.key, entry.version)
         put = KVService.txn_op_put(entry.key, entry.value, lease=entry.lease_id)
-        response = await self._call(lambda client: client.kv.txn(compare=[unchanged], success=[put], failure=[]))
+        try:
+            response = await self._call(lambda client: client.kv.txn(compare=[unchanged], success=[put], failure=[]))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            raise errors.UnknownId("etcd knows the lease no more") from None
         return bool(response.succeeded)
+
+    async def delete(self, key: str) -> bool:
+        """False when there was no such key."""
+        response = await self._call(lambda client: client.kv.delete(key))
+        return bool(response.deleted)
 
     async def grant(self, ttl_seconds: int) -> int:
         return int((await self._call(lambda client: client.lease.grant(ttl_seconds))).ID)
@@ -133,6 +147,16 @@ class EtcdConnection:
         finally:
             await self._drop(client)  # so that a token that has run out is renewed, and host names are looked up again
         raise WatchBroken("ended by etcd")
+
+    async def administer(self, operation: Callable[[Any], Awaitable[Any]]) -> bool:
+        """Runs an operation of the library's auth service; False when what it makes is there already."""
+        try:
+            await self._call(lambda client: operation(client.auth))
+        except errors.RegistryRefused as error:
+            if "already exist" not in error.message and "already granted" not in error.message:
+                raise
+            return False
+        return True
 
     # --- connecting -------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, overload
 
 import msgspec
 
 from common.metrics import Metrics
 from common.registry.adapter import EtcdConnection
-from common.registry.record import WorkerRecord
-from common.registry.registration import Registration
+from common.registry.record import R, WorkerRecord
+from common.registry.registration import M, Registration
 from common.registry.settings import EtcdSettings
 from common.registry.watch import DEFAULT_GRACE_SECONDS, OnChange, Watch
 
@@ -21,7 +22,7 @@ class EtcdRegistry:
     def __init__(self, settings: EtcdSettings, metrics: Metrics | None = None) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._open: list[Registration | Watch] = []
+        self._open: list[Registration[Any] | Watch[Any]] = []
 
     async def start(self) -> None:
         """Waits until etcd answers. Raises Unavailable naming the endpoints, RegistryRefused, InvalidArgument."""
@@ -39,14 +40,16 @@ class EtcdRegistry:
 
     async def register(
         self,
-        record: WorkerRecord,
+        record: M,
         ttl_seconds: int = DEFAULT_TTL_SECONDS,
         *,
         on_alive: Callable[[bool], None] | None = None,
-    ) -> Registration:
+        prefix: str = "",
+    ) -> Registration[M]:
         """Registers and stays registered. `on_alive` tells readiness: once now, then at each loss and return.
 
-        ttl_seconds: how long a dead worker stays listed, 2 at least (etcd's own limit).
+        ttl_seconds: how long a dead worker stays listed, 2 at least (etcd's own limit). prefix: of other entries than
+        workers.
         """
 
         def tell(alive: bool) -> None:
@@ -55,17 +58,38 @@ class EtcdRegistry:
             if on_alive is not None:
                 on_alive(alive)
 
-        registration = Registration(self._settings, record, ttl_seconds, tell)
+        registration = Registration(self._settings, record, ttl_seconds, tell, prefix)
         await registration.start()
         self._open.append(registration)
         return registration
 
-    async def watch(self, on_change: OnChange, *, grace_seconds: float = DEFAULT_GRACE_SECONDS) -> Watch:
-        """Calls back with all workers by id: the snapshot before this returns, then at every change.
+    @overload
+    async def watch(
+        self, on_change: OnChange[WorkerRecord], *, grace_seconds: float = DEFAULT_GRACE_SECONDS
+    ) -> Watch[WorkerRecord]: ...
+    @overload
+    async def watch(
+        self,
+        on_change: OnChange[R],
+        *,
+        grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        prefix: str,
+        kind: type[R],
+    ) -> Watch[R]: ...
+    async def watch(
+        self,
+        on_change: OnChange[Any],
+        *,
+        grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        prefix: str = "",
+        kind: type[Any] = WorkerRecord,
+    ) -> Watch[Any]:
+        """Calls back with all workers by id, or with the entries of another prefix and kind: the snapshot before this
+        returns, then at every change.
 
-        grace_seconds: how long workers stay that etcd has forgotten while it was away.
+        grace_seconds: how long entries stay that etcd has forgotten while it was away.
         """
-        watch = Watch(self._settings, on_change, self._metrics, grace_seconds)
+        watch = Watch(self._settings, on_change, self._metrics, grace_seconds, prefix=prefix, kind=kind)
         await watch.start()
         self._open.append(watch)
         return watch

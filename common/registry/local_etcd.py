@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import AddressTaken, NotReady, Unavailable
+from common.rpc.tls import TlsOptions
 
 BINARY_ENV = "EPD_ETCD_BINARY"
 _LOG_TAIL_BYTES = 2_000
@@ -42,7 +43,7 @@ class LocalEtcd:
     """One etcd process. Its data directory is wiped when it starts: what the registry holds is rebuilt by the workers.
 
     Ports 0 are chosen at the first start and kept. `arguments` are further flags of the server, `scheme` "https" with
-    its TLS flags.
+    its TLS flags for clients; `tls` is both, for clients and peers, who then need certificates of its authority.
     """
 
     def __init__(
@@ -53,14 +54,16 @@ class LocalEtcd:
         binary: str | None = None,
         scheme: str = "http",
         arguments: Sequence[str] = (),
+        tls: TlsOptions | None = None,
     ) -> None:
         self.client_port = client_port
         self._peer_port = 0
         self._status_port = 0
         self._directory = directory
         self._binary = binary
-        self._scheme = scheme
-        self._arguments = tuple(arguments)
+        self._scheme = "https" if tls else scheme
+        self._peer_scheme = "https" if tls else "http"
+        self._arguments = (*arguments, *(_tls_flags(tls) if tls else ()))
         self.process: asyncio.subprocess.Process | None = None
 
     @property
@@ -93,7 +96,7 @@ class LocalEtcd:
         if wipe:
             shutil.rmtree(data, ignore_errors=True)
         self._directory.mkdir(parents=True, exist_ok=True)
-        client, peer = f"{self._scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        client, peer = f"{self._scheme}://{self.endpoint}", f"{self._peer_scheme}://127.0.0.1:{self._peer_port}"
         command = [
             *_die_with_parent(),
             self._binary or find_binary(),
@@ -140,6 +143,12 @@ class LocalEtcd:
 
     def _log_tail(self) -> str:
         return self.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+def _tls_flags(tls: TlsOptions) -> tuple[str, ...]:
+    files = ("cert-file", tls.cert_file), ("key-file", tls.key_file), ("trusted-ca-file", tls.ca_file)
+    flags = [f"--{side}{option}={path}" for side in ("", "peer-") for option, path in files]
+    return (*flags, "--client-cert-auth", "--peer-client-cert-auth")
 
 
 def _die_with_parent() -> list[str]:

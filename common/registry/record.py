@@ -1,5 +1,7 @@
 """What a worker says of itself in the registry: membership only, load and blocks go by WorkerService.Watch."""
 
+from typing import Any, Protocol, TypeVar, overload
+
 import msgspec
 
 from common.cache.keys import EmbeddingLayout, KvLayout
@@ -7,6 +9,7 @@ from common.errors import InvalidArgument
 
 PROTOCOL_VERSION = 1
 MAX_RECORD_BYTES = 64 * 1024
+R = TypeVar("R", bound="Record")
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +33,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prompt_rows: int = 0  # of embeddings that one prompt may have here, where prompts with images are computed
 
     @property
+    def entry_id(self) -> str:
+        return self.worker_id
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Every model name that it takes requests for."""
         return (self.model, *self.aliases)
@@ -37,6 +44,33 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def compat_id(self) -> str:
         return self.layout.compat_id
+
+
+class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One life of one gateway, under /epd/gateways/<gateway_id> with its lease. For other gateways only."""
+
+    protocol_version: int = PROTOCOL_VERSION
+    gateway_id: str
+    incarnation: str
+    address: str  # host:port of its QuotaService
+
+    @property
+    def entry_id(self) -> str:
+        return self.gateway_id
+
+
+class Record(Protocol):
+    """What can be an entry of the registry: a strict struct with a protocol version, under its name."""
+
+    @property
+    def entry_id(self) -> str: ...
+
+
+class Member(Record, Protocol):
+    """An entry that hangs on a lease."""
+
+    @property
+    def incarnation(self) -> str: ...
 
 
 class BadRecord(ValueError):
@@ -51,27 +85,30 @@ class _Version(msgspec.Struct):
     protocol_version: int
 
 
-_DECODER = msgspec.json.Decoder(WorkerRecord)
 _VERSION_DECODER = msgspec.json.Decoder(_Version)
 
 
-def encode(record: WorkerRecord) -> bytes:
-    """JSON. Raises InvalidArgument when it is too large or its worker_id cannot be part of a key."""
-    if not record.worker_id or "/" in record.worker_id:
-        raise InvalidArgument("worker_id must not be empty nor contain a slash", field="worker_id")
+def encode(record: Record) -> bytes:
+    """JSON. Raises InvalidArgument when it is too large or its id cannot be part of a key."""
+    if not record.entry_id or "/" in record.entry_id:
+        raise InvalidArgument("the id of an entry must not be empty nor contain a slash", field="worker_id")
     value = msgspec.json.encode(record)
     if len(value) > MAX_RECORD_BYTES:
         raise InvalidArgument(f"a record is at most {MAX_RECORD_BYTES} bytes, not {len(value)}", field="record")
     return value
 
 
-def decode(value: bytes) -> WorkerRecord:
+@overload
+def decode(value: bytes) -> WorkerRecord: ...
+@overload
+def decode(value: bytes, kind: type[R]) -> R: ...
+def decode(value: bytes, kind: Any = WorkerRecord) -> Any:
     """Raises BadRecord: too large, another protocol version, unknown, missing or wrong fields."""
     if len(value) > MAX_RECORD_BYTES:
         raise BadRecord("size")
     try:
         if _VERSION_DECODER.decode(value).protocol_version != PROTOCOL_VERSION:
             raise BadRecord("version")
-        return _DECODER.decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last: brackets within brackets
         raise BadRecord("schema") from None

@@ -1,24 +1,26 @@
-"""A worker's own entry in the registry, kept there as long as the worker lives."""
+"""The own entry of a worker, or of a gateway, in the registry, kept there as long as it lives."""
 
 import asyncio
 import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from common import errors
 from common.registry.adapter import Entry, EtcdConnection
-from common.registry.record import BadRecord, WorkerRecord, decode, encode
+from common.registry.record import BadRecord, Member, decode, encode
 from common.registry.settings import EtcdSettings
 
 _log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Member)
 
 
 class _Replaced(Exception):
     """The entry belongs to another life of this worker that registered after us."""
 
 
-class Registration:
+class Registration(Generic[M]):
     """Holds a lease, renews it three times per TTL, and looks each time whether the entry is still there and right.
 
     A lost lease, a deleted entry or an etcd that came back empty lead to a new registration at once. An entry of
@@ -28,11 +30,13 @@ class Registration:
     def __init__(
         self,
         settings: EtcdSettings,
-        record: WorkerRecord,
+        record: M,
         ttl_seconds: int,
         on_alive: Callable[[bool], None],
+        prefix: str = "",
     ) -> None:
-        self._key = settings.workers_prefix + record.worker_id
+        """prefix: of other entries than workers."""
+        self._key = (prefix or settings.workers_prefix) + record.entry_id
         self._record = record
         self._value = encode(record)
         self._written = b""  # the value that etcd has
@@ -47,7 +51,7 @@ class Registration:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def record(self) -> WorkerRecord:
+    def record(self) -> M:
         return self._record
 
     @property
@@ -67,12 +71,12 @@ class Registration:
             asyncio.create_task(self._tell(), name="registration-alive"),
         ]
 
-    async def update(self, record: WorkerRecord, timeout_seconds: float = 5.0) -> None:
+    async def update(self, record: M, timeout_seconds: float = 5.0) -> None:
         """Replaces the record, for example by a draining one.
 
         Raises Unavailable when etcd has not taken it in time; it will be written as soon as that is possible.
         """
-        if (record.worker_id, record.incarnation) != (self._record.worker_id, self._record.incarnation):
+        if (record.entry_id, record.incarnation) != (self._record.entry_id, self._record.incarnation):
             raise errors.InvalidArgument("a registration is of one life of one worker", field="record")
         self._record, self._value = record, encode(record)
         self._wake.set()
@@ -104,7 +108,7 @@ class Registration:
                 await self._renew(first=False)
             except _Replaced:
                 self._alive_until = float("-inf")
-                _log.error("another worker has registered as %s; this one gets no requests", self._record.worker_id)
+                _log.error("another one has registered as %s; this one gets no requests", self._record.entry_id)
             except errors.EpdError as error:
                 _log.warning("registration not renewed: %s", error.message)
             except Exception:
@@ -116,7 +120,7 @@ class Registration:
         asked_at = time.monotonic()
         if not self._lease_id or not await self._connection.renew(self._lease_id):
             if self._lease_id:
-                _log.warning("lease of %s was lost; registering again", self._record.worker_id)
+                _log.warning("lease of %s was lost; registering again", self._record.entry_id)
                 self._lease_id = 0
                 self._alive_until = float("-inf")
                 await self._notify()
@@ -138,7 +142,7 @@ class Registration:
 
     def _is_mine(self, entry: Entry) -> bool:
         try:
-            return decode(entry.value).incarnation == self._record.incarnation
+            return decode(entry.value, type(self._record)).incarnation == self._record.incarnation
         except BadRecord:
             return True  # nobody's; ours is better
 

@@ -1,8 +1,12 @@
 """How etcd is reached."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from common.errors import InvalidArgument
+from common.rpc.peer_name import ETCD
+from common.rpc.tls import TlsOptions
 
 
 class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +29,24 @@ class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers_prefix(self) -> str:
-        return f"{self.prefix.rstrip('/')}/workers/"
+        return self.folder("workers")
+
+    def folder(self, name: str) -> str:
+        """Prefix of one kind of entries: workers, gateways, keys, tenants."""
+        return f"{self.prefix.rstrip('/')}/{name}/"
+
+
+def etcd_settings(endpoints: Sequence[str], tls: TlsOptions | None) -> EtcdSettings:
+    """With the files of a mesh's certificate; an etcd of the mesh has the name `etcd` in its own."""
+    if tls is None:
+        return EtcdSettings(endpoints=tuple(endpoints))
+    return EtcdSettings(
+        endpoints=tuple(endpoints),
+        ca_file=tls.ca_file,
+        cert_file=tls.cert_file,
+        key_file=tls.key_file,
+        server_name=ETCD,
+    )
 
 
 def port_of(address: str, field: str) -> int:

@@ -1,51 +1,59 @@
-"""A gateway's view of the workers that are registered."""
+"""A view of what is registered below one prefix: workers, gateways, keys, tenants."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any, Generic
 
 from common import errors
 from common.metrics import Metrics
 from common.registry.adapter import EtcdConnection, WatchBroken
-from common.registry.record import BadRecord, WorkerRecord, decode
+from common.registry.record import BadRecord, R, WorkerRecord, decode
 from common.registry.settings import EtcdSettings
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 DEFAULT_GRACE_SECONDS = 10.0
+MAX_ENTRIES = 4096  # further ones are skipped: each would get a channel of its own
 
-OnChange = Callable[[dict[str, WorkerRecord]], None]
+OnChange = Callable[[dict[str, R]], None]
 
 
-class Watch:
+class Watch(Generic[R]):
     """Lists, then follows; whenever the following ends, lists again. While etcd is away the last snapshot stands.
 
     A worker that is missing when we list again may have left, or etcd may have lost its memory: it stays for
     `grace_seconds`, time enough to register again. Calls to one that did leave fail and go elsewhere.
+
+    prefix, kind: of other entries than workers, and the record that each of them must be.
     """
 
     def __init__(
         self,
         settings: EtcdSettings,
-        on_change: OnChange,
+        on_change: OnChange[R],
         metrics: Metrics | None = None,
         grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        *,
+        prefix: str = "",
+        kind: type[R] | type[WorkerRecord] = WorkerRecord,
     ) -> None:
-        self._prefix = settings.workers_prefix
+        self._prefix = prefix or settings.workers_prefix
+        self._kind: Any = kind
         self._on_change = on_change
         self._metrics = metrics
         self._grace_seconds = grace_seconds
         self._connection = EtcdConnection(settings)
-        self._workers: dict[str, WorkerRecord] = {}
+        self._workers: dict[str, R] = {}
         self._following = False
         self._task: asyncio.Task[None] | None = None
         self.bad_values = 0  # entries skipped so far
 
     @property
-    def workers(self) -> dict[str, WorkerRecord]:
-        """Records by worker_id."""
+    def workers(self) -> dict[str, R]:
+        """Records by their id."""
         return dict(self._workers)
 
     @property
@@ -114,7 +122,7 @@ class Watch:
             self._on_change(self.workers)
         return revision
 
-    def _forget(self, worker_id: str, record: WorkerRecord) -> None:
+    def _forget(self, worker_id: str, record: R) -> None:
         """Unless it has registered again: then there is another record object in its place."""
         if self._task is not None and self._workers.get(worker_id) is record:
             del self._workers[worker_id]
@@ -132,13 +140,15 @@ class Watch:
     def _put(self, key: str, value: bytes) -> None:
         """Takes an entry over if it is good; a bad one is counted and is as good as none."""
         try:
-            record = decode(value)
-            if key != self._prefix + record.worker_id:
+            record: R = decode(value, self._kind)
+            if key != self._prefix + record.entry_id:
                 raise BadRecord("key")
+            if len(self._workers) >= MAX_ENTRIES and record.entry_id not in self._workers:
+                raise BadRecord("too many")
         except BadRecord as error:
             self.bad_values += 1
             if self._metrics is not None:
                 self._metrics.registry_bad_values.labels(cause=error.cause).inc()
             _log.warning("registry: an entry was skipped: %s", error.cause)
             return
-        self._workers[record.worker_id] = record
+        self._workers[record.entry_id] = record

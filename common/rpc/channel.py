@@ -18,9 +18,10 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind
 
 from common import telemetry
+from common.metrics import Metrics
 from common.rpc import deadline
 from common.rpc.errors import reason_of
-from common.rpc.tls import TlsOptions
+from common.rpc.tls import TlsOptions, handshake_refusal
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 KEEPALIVE_SECONDS = 30.0
@@ -40,10 +41,13 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 
 def connect(
     address: str,
+    name: str = "",
     *,
     tls: TlsOptions | None = None,
+    metrics: Metrics | None = None,
     keepalive_seconds: float = KEEPALIVE_SECONDS,
     options: Sequence[tuple[str, Any]] = (),
+    metadata: Sequence[tuple[str, str]] = (),
 ) -> grpc.aio.Channel:
     """A channel to host:port. Every call of it
 
@@ -52,7 +56,11 @@ def connect(
       a call can end; a stream ends when nobody holds it any more, so also when it is left by `break`.
 
     A peer that stopped, or cannot be reached any more, is noticed after `keepalive_seconds` and a third of it at most;
-    its calls then end with UNAVAILABLE. The calls look like grpc.aio's own. `options` are further channel arguments.
+    its calls then end with UNAVAILABLE. The calls look like grpc.aio's own. `options` are further channel arguments,
+    `metadata` goes with every call.
+
+    name: with TLS, whom the certificate must be of; without one, the address. Another's, one that is out of date or of
+    an authority that `tls` does not trust ends every call with UNAVAILABLE, counted in `metrics` (peer_refusals).
     """
     timeout_ms = int(keepalive_seconds * 1000 / 3)
     keepalive = (
@@ -63,15 +71,19 @@ def connect(
     )
     merged = (*_OPTIONS, *keepalive, *options)
     if tls is None:
-        return _Channel(grpc.aio.insecure_channel(address, options=merged))
-    if tls.server_name:
-        merged = (*merged, ("grpc.ssl_target_name_override", tls.server_name))
-    return _Channel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=merged))
+        return _Channel(grpc.aio.insecure_channel(address, options=merged), None, metadata)
+    if expected := name or tls.server_name:
+        merged = (*merged, ("grpc.ssl_target_name_override", expected))
+    return _Channel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=merged), metrics, metadata)
 
 
 class _Channel(grpc.aio.Channel):  # type: ignore[misc]
-    def __init__(self, inner: grpc.aio.Channel) -> None:
+    def __init__(
+        self, inner: grpc.aio.Channel, metrics: Metrics | None, metadata: Sequence[tuple[str, str]] = ()
+    ) -> None:
         self._inner = inner
+        self._metadata = tuple(metadata)
+        self._metrics = metrics  # of channels with TLS
 
     async def __aenter__(self) -> _Channel:
         return self
@@ -94,23 +106,28 @@ class _Channel(grpc.aio.Channel):  # type: ignore[misc]
         await self._inner.channel_ready()
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return functools.partial(_start, self._inner.unary_unary(method, *args, **kwargs), method)
+        return self._starter(self._inner.unary_unary(method, *args, **kwargs), method)
 
     def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return functools.partial(_start, self._inner.stream_unary(method, *args, **kwargs), method)
+        return self._starter(self._inner.stream_unary(method, *args, **kwargs), method)
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        start = functools.partial(_start, self._inner.unary_stream(method, *args, **kwargs), method)
+        start = self._starter(self._inner.unary_stream(method, *args, **kwargs), method)
         return lambda *a, **k: _Stream(start(*a, **k))
 
     def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        start = functools.partial(_start, self._inner.stream_stream(method, *args, **kwargs), method)
+        start = self._starter(self._inner.stream_stream(method, *args, **kwargs), method)
         return lambda *a, **k: _Stream(start(*a, **k))
+
+    def _starter(self, call_method: Callable[..., Any], method: str) -> Callable[..., Any]:
+        return functools.partial(_start, call_method, method, self._metrics, self._metadata)
 
 
 def _start(
     call_method: Callable[..., Any],
     method: str,
+    metrics: Metrics | None,
+    always: tuple[tuple[str, str], ...],
     request: Any = None,
     *,
     timeout: float | None = None,
@@ -121,7 +138,7 @@ def _start(
     span: Span | None = None
     if trace.get_current_span().get_span_context().is_valid:
         span = telemetry.begin_span(method.lstrip("/"), kind=SpanKind.CLIENT)
-    sent = (*(metadata or ()), *telemetry.inject(span))
+    sent = (*always, *(metadata or ()), *telemetry.inject(span))
     try:
         call = call_method(request, timeout=deadline.cap(timeout), metadata=sent, **kwargs)
     except BaseException as error:
@@ -130,6 +147,8 @@ def _start(
         raise
     if span is not None and span.is_recording():
         call.add_done_callback(functools.partial(_end, span))
+    if metrics is not None:
+        call.add_done_callback(functools.partial(_count_refusal, metrics))
     return call
 
 
@@ -140,6 +159,11 @@ def _end(span: Span, call: Any) -> None:
         reason = reason_of(_now(call.trailing_metadata()) or ())
         telemetry.fail_span(span, reason or (code.name if code else "UNKNOWN"))
     span.end()
+
+
+def _count_refusal(metrics: Metrics, call: Any) -> None:
+    if _now(call.code()) is grpc.StatusCode.UNAVAILABLE and (found := handshake_refusal(_now(call.details()) or "")):
+        metrics.peer_refusals.labels(reason=found[0]).inc()
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:

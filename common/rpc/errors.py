@@ -1,6 +1,7 @@
 """Errors over the wire: a status, with reason, field and retry hint in the trailing metadata."""
 
 import asyncio
+import math
 from collections.abc import Iterable
 
 import grpc
@@ -11,6 +12,7 @@ from common.errors import EpdError
 REASON_KEY = "epd-reason"
 FIELD_KEY = "epd-field"
 RETRY_AFTER_KEY = "retry-after-ms"
+PEER_KEY = "epd-peer"
 
 _BY_REASON = errors.by_reason()
 # For statuses without a reason: those of gRPC itself and of foreign servers.
@@ -24,6 +26,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[EpdError]] = {
     grpc.StatusCode.NOT_FOUND: errors.UnknownId,
     grpc.StatusCode.ALREADY_EXISTS: errors.DuplicateRequest,
     grpc.StatusCode.ABORTED: errors.Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
 }
 
 
@@ -33,7 +37,9 @@ def to_metadata(error: EpdError) -> tuple[tuple[str, str], ...]:
     if error.field:
         found.append((FIELD_KEY, error.field.encode("ascii", "replace").decode()))
     if error.retry_after_seconds is not None:
-        found.append((RETRY_AFTER_KEY, str(max(0, round(error.retry_after_seconds * 1000)))))
+        found.append((RETRY_AFTER_KEY, str(max(0, math.ceil(error.retry_after_seconds * 1000 - 1e-6)))))
+    if error.peer:
+        found.append((PEER_KEY, error.peer.encode("ascii", "replace").decode()))
     return tuple(found)
 
 
@@ -46,6 +52,7 @@ def from_rpc(error: grpc.aio.AioRpcError) -> EpdError:
         error.details() or error.code().name,
         field=metadata.get(FIELD_KEY, ""),
         retry_after_seconds=int(millis) / 1000 if millis.isdecimal() else None,
+        peer=metadata.get(PEER_KEY, ""),
     )
 
 

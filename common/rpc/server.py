@@ -8,6 +8,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import AddressTaken
+from common.rpc.access import Access
 from common.rpc.channel import MAX_MESSAGE_BYTES
 from common.rpc.interceptor import ServerInterceptor
 from common.rpc.tls import TlsOptions
@@ -31,11 +32,11 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 class Server:
     """Made by `make_server`. Add services, start, tell health when they can be used, stop."""
 
-    def __init__(self, grpc_server: grpc.aio.Server, tls: TlsOptions | None) -> None:
+    def __init__(self, grpc_server: grpc.aio.Server, tls: TlsOptions | None, access: Access | None = None) -> None:
         self.grpc = grpc_server
         self.port = 0
         self.address = ""
-        self._tls = tls
+        self._tls, self._access = tls, access
         self._names: list[str] = []
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, grpc_server)
@@ -54,7 +55,8 @@ class Server:
             if self._tls is None:
                 self.port = self.grpc.add_insecure_port(bind)
             else:
-                self.port = self.grpc.add_secure_port(bind, self._tls.server_credentials())
+                told = (self._access.opened,) if self._access else ()
+                self.port = self.grpc.add_secure_port(bind, self._tls.server_credentials(*told))
         except RuntimeError:
             self.port = 0
         if self.port == 0:
@@ -79,12 +81,17 @@ class Server:
 
 
 def make_server(
-    *, telemetry: Telemetry | None = None, tls: TlsOptions | None = None, receive_bytes: int = MAX_MESSAGE_BYTES
+    *,
+    telemetry: Telemetry | None = None,
+    tls: TlsOptions | None = None,
+    access: Access | None = None,
+    receive_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Server:
     """A server for this service's telemetry; without one, handlers use the current one.
 
-    receive_bytes: of a message at most; a larger one is refused by gRPC with RESOURCE_EXHAUSTED and both sizes.
+    access: who may call what, for servers inside a mesh with TLS. receive_bytes: of a message at most; a larger one is
+    refused by gRPC with RESOURCE_EXHAUSTED and both sizes.
     """
     options = (*_OPTIONS, ("grpc.max_receive_message_length", receive_bytes))
-    inner = grpc.aio.server(interceptors=[ServerInterceptor(telemetry)], options=options)
-    return Server(inner, tls)
+    inner = grpc.aio.server(interceptors=[ServerInterceptor(telemetry, access)], options=options)
+    return Server(inner, tls, access)

@@ -88,6 +88,10 @@ class WorkerContext:
             raise InvalidArgument("a resume carries exactly one choice", field="choices")
         sampling.validate(vocab)
 
+    def cache_blocks(self, cache_bytes: int) -> int | None:
+        """KV blocks of a tenant's limit, rounded down; None for 0, no bound."""
+        return cache_bytes // self.record.layout.block_bytes if cache_bytes else None
+
     def remaining(self, context: grpc.aio.ServicerContext) -> float:
         """Seconds until the call's hard end."""
         remaining = context.time_remaining()

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import grpc
 import msgspec
@@ -16,6 +17,7 @@ from common.tasks import first
 from epd.v1 import worker_pb2, worker_pb2_grpc
 
 LOAD_INTERVAL_SECONDS = 0.1
+BEAT_SECONDS = 0.25
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -29,12 +31,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         open_pulls: Callable[[], int],
         open_spans: Callable[[], int],
         loop_lag_p99: Callable[[], float],
+        answers: Callable[[], bool] = lambda: True,
     ) -> None:
+        """answers: whether the engine does; a worker whose engine hangs must not look alive."""
         self._worker = worker
         self._log = BlockLog()
         self._load_changed = asyncio.Event()
         self._open_publications, self._open_pulls, self._open_spans = open_publications, open_pulls, open_spans
-        self._loop_lag_p99 = loop_lag_p99
+        self._loop_lag_p99, self._answers = loop_lag_p99, answers
         if worker.language is not None:
             worker.language.on_blocks(self._on_blocks)
             worker.language.on_load(lambda _: self.touch())
@@ -63,8 +67,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     yield worker_pb2.WatchResponse(blocks=_blocks(change))
                     cursor = change.sequence
             yield worker_pb2.WatchResponse(load=self._load(self._language_load()))
-            fresh = False
-            await first(blocks_changed.wait(), load_changed.wait())
+            while fresh or not await _within(BEAT_SECONDS, blocks_changed.wait(), load_changed.wait()):
+                fresh = False
+                if self._answers():
+                    yield worker_pb2.WatchResponse(beat=worker_pb2.Beat())
             await asyncio.sleep(LOAD_INTERVAL_SECONDS)  # at most 10 messages of each kind a second
 
     async def GetStatus(
@@ -113,6 +119,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             total_blocks=load.total_blocks,
             draining=self._worker.draining,
         )
+
+
+async def _within(seconds: float, *coroutines: Coroutine[Any, Any, Any]) -> bool:
+    """Whether one of them ends in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await first(*coroutines)
+    except TimeoutError:
+        return False
+    return True
 
 
 def resident_bytes() -> int:

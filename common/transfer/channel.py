@@ -22,6 +22,7 @@ class Channel(Protocol):
     """Reads blocks of one transfer into the reader's own pool."""
 
     name: str
+    encrypted: bool  # what it carries can be read by its two ends alone, in a mesh with TLS
 
     async def read(self, spans: Sequence[Span]) -> int:
         """Copies the spans; returns how many bytes. Raises TransferFailed when a check fails.

@@ -22,6 +22,7 @@ class GrpcChannel:
     """Reads through the owner, which checks generations; the checksums are checked here."""
 
     name = "grpc"
+    encrypted = True  # as its connection is
 
     def __init__(
         self,

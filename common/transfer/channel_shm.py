@@ -161,6 +161,7 @@ class ShmChannel:
     """Copies from the owner's mapped pool in worker threads."""
 
     name = "shm"
+    encrypted = False  # plain memory, which every process of this user can map
 
     def __init__(
         self,

@@ -15,9 +15,14 @@ class EmbeddingRoom:
     of encoders then (resource order: encoder room < embedding room < prefill blocks).
     """
 
-    def __init__(self, num_blocks: int, wait_seconds: float = HandoffLimits().room_seconds) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        wait_seconds: float = HandoffLimits().room_seconds,
+        max_waiters: int = HandoffLimits().max_waiters,
+    ) -> None:
         self.num_blocks = num_blocks
-        self._wait_seconds = wait_seconds
+        self._wait_seconds, self._max_waiters = wait_seconds, max_waiters
         self._free = list(range(num_blocks - 1, -1, -1))
         # (blocks wanted, their time has come), who asked first is first.
         self._waiting: deque[tuple[int, asyncio.Event]] = deque()
@@ -41,9 +46,11 @@ class EmbeddingRoom:
     async def take(self, count: int) -> list[int]:
         """`count` blocks of unknown content; `give` them back.
 
-        Raises NeverFits, and Overloaded when there is no room for too long.
+        Raises NeverFits, and Overloaded when there is no room for too long, or at once when too many wait already.
         """
         self.check(count)
+        if len(self._waiting) >= self._max_waiters:
+            raise Overloaded(f"{len(self._waiting)} prompts wait for room for their images", retry_after_seconds=1.0)
         mine = (count, asyncio.Event())
         self._waiting.append(mine)
         self._wake_first()

@@ -29,7 +29,8 @@ class Peer:
 class Peers:
     """A dead life's connections go when its successor is met; idle ones when there are too many."""
 
-    def __init__(self, connect: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(self, connect: Callable[[str, str], grpc.aio.Channel]) -> None:
+        """connect(address, worker_id): with TLS, to the one that has a certificate of this worker."""
         self._connect = connect
         self._peers: dict[tuple[Identity, str], Peer] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -37,7 +38,7 @@ class Peers:
     @contextmanager
     def use(self, address: str, owner: Identity) -> Iterator[Peer]:
         key = (owner, address)
-        peer = self._peers.pop(key, None) or Peer(address, self._connect(address))
+        peer = self._peers.pop(key, None) or Peer(address, self._connect(address, owner.worker_id))
         self._peers[key] = peer  # the most recently used one is last
         peer.users += 1
         try:

@@ -220,6 +220,11 @@ class PublicationTable:
         owner = self._table.owners.get(key)
         return owner is not None and machine.holds_lease(owner, ticket)
 
+    def puller_of(self, key: TransferKey) -> Identity | None:
+        """Whom the transfer is for; None when there is none (any more)."""
+        owner = self._table.owners.get(key)
+        return None if owner is None else owner.grant.puller
+
     def blocks_of(self, key: TransferKey) -> Started:
         """Raises TransferFailed when the transfer is over or has no blocks yet."""
         owner = self._table.owners.get(key)

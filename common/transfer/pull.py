@@ -133,16 +133,17 @@ class Pull:
         return type(error).__name__
 
     def _failure(self) -> BaseException:
-        """The error to raise: one that tells the gateway to make the tensor again, or what is not to be repaired so."""
-        why = self._machine.failure or ""
+        """The error to raise: one that tells the gateway to make the tensor again, or what is not to be repaired so.
+        It names the owner unless that has explained itself: then the way between the two is at fault."""
+        why, owner = self._machine.failure or "", self._target.owner.worker_id
         cause = self._cause
         if cause is None:
             late = self._now() >= self._machine.deadline
-            return errors.DeadlineExceeded(why) if late else errors.TransferFailed(why)
+            return errors.DeadlineExceeded(why) if late else errors.TransferFailed(why, peer=owner)
         if not isinstance(cause, errors.EpdError):
             return cause
         if type(cause) in (errors.Unavailable, errors.Cancelled, errors.EpdError):
-            return errors.TransferFailed(f"the owner's stream broke: {cause.message}")
+            return errors.TransferFailed(f"the owner's stream broke: {cause.message}", peer=owner)
         return cause
 
     # --- the stream to the owner ------------------------------------------------------------------------------------
@@ -199,6 +200,8 @@ class Pull:
         match response.WhichOneof("event"):
             case "opened":
                 self._chosen = response.opened.channel
+                if self._chosen not in self._home.channels:
+                    raise errors.TransferFailed("the owner chose a channel that was not offered")
                 return machine.Opened()
             case "started":
                 told = response.started

@@ -31,15 +31,15 @@ class Puller:
         identity: Identity,
         pool: PoolMemory,
         layout: PoolLayout,
-        connect: Callable[[str], grpc.aio.Channel],
+        connect: Callable[[str, str], grpc.aio.Channel],
         *,
         channels: Sequence[str] = ("shm", "grpc"),
         run_dir: str = "",
         bytes_per_second: float = 0.0,
         limits: HandoffLimits | None = None,
     ) -> None:
-        """pool: mapped writable. channels: allowed ones, best first. run_dir: where owners of this host have their
-        sockets, empty: no `shm`. bytes_per_second: throttle of all pulls together, 0: none."""
+        """pool: mapped writable. connect(address, worker_id). channels: allowed ones, best first. run_dir: where owners
+        of this host have their sockets, empty: no `shm`. bytes_per_second: throttle of all pulls together, 0: none."""
         self.identity = identity
         self.pool = pool
         self.layout = layout

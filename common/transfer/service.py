@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
-from common.errors import InvalidArgument, LayoutMismatch, TransferRefused, WrongIncarnation
+from common.errors import InvalidArgument, LayoutMismatch, PermissionDenied, TransferRefused, WrongIncarnation
 from common.policies.handoff.terms import Finished, Grant, Span, Started, Watermark
 from common.rpc import wire
+from common.rpc.peer_name import caller
 from common.transfer.channel import check_generations, checksum, pieces, settled, split
 from common.transfer.channel_grpc import span_from_proto
-from common.transfer.key import TransferKey
+from common.transfer.key import Identity, TransferKey
 from common.transfer.layout import shown_layout
 from common.transfer.pool_memory import PoolMemory
 from common.transfer.publications import PublicationTable
@@ -83,6 +84,7 @@ class TransferService(transfer_pb2_grpc.TransferServiceServicer):
 
     def _check(self, opening: pb.PullOpen) -> PublicationTable:
         """The table that the transfer is of. Cases A17 and A18."""
+        _check_caller(wire.identity_from_proto(opening.puller))
         owner = wire.identity_from_proto(opening.owner)
         mine = self._publications.identity
         if owner != mine:
@@ -104,6 +106,7 @@ class TransferService(transfer_pb2_grpc.TransferServiceServicer):
     async def Read(self, request: pb.ReadRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.ReadResponse]:
         key = wire.key_from_proto(request.key)
         table = self._publications.of(key)
+        _check_caller(table.puller_of(key))
         if len(request.spans) > MAX_READ_SPANS:
             raise InvalidArgument(f"at most {MAX_READ_SPANS} spans a read", field="spans")
         unit_bytes = table.engine.layout.unit_bytes
@@ -128,6 +131,13 @@ class TransferService(transfer_pb2_grpc.TransferServiceServicer):
         found = [b"".join(piece) for piece in pieces(pool, blocks.blocks, span)]  # type: ignore[arg-type]
         check_generations(pool, span, blocks.blocks, blocks.generations)
         return found
+
+
+def _check_caller(puller: Identity | None) -> None:
+    """A ticket is worth nothing to another worker than it was made for, whatever that one calls itself."""
+    name = caller()
+    if name is not None and puller is not None and puller.worker_id != name.id:
+        raise PermissionDenied(f"{name} has asked for what is another's")
 
 
 def _shown(opening: pb.PullOpen) -> Grant:

@@ -11,8 +11,9 @@ from google.protobuf import json_format
 
 from common.errors import EpdError, InvalidArgument
 from epd.v1 import generation_pb2, generation_pb2_grpc
-from services.commands.client import dial, gateway_address
+from services.commands.client import NO_TRUST, dial, gateway_address
 from services.commands.render import hops_table, make_console
+from services.commands.trust import Trust
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -76,12 +77,19 @@ async def stream(
 
 
 async def generate(
-    address: str, prompt: str, question: Question, *, images: tuple[bytes, ...] = (), as_json: bool, timing: bool
+    address: str,
+    prompt: str,
+    question: Question,
+    *,
+    images: tuple[bytes, ...] = (),
+    as_json: bool,
+    timing: bool,
+    trust: Trust = NO_TRUST,
 ) -> None:
     """Print the answer while it comes; several choices one after the other, when they are complete."""
     request = question.request([Message("user", prompt, images)])
     texts: dict[int, str] = {}
-    async with dial(gateway_address(address)) as channel:
+    async with dial(gateway_address(address), trust) as channel:
         async for response in stream(channel, request, question.timeout):
             if as_json:
                 print(json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None), flush=True)
@@ -105,13 +113,15 @@ async def generate(
         console.print(f"[dim]epd trace {response.accounting.trace_id}{at}[/dim]", highlight=False, soft_wrap=True)
 
 
-def chat(address: str, question: Question, system: str, images: tuple[bytes, ...] = ()) -> None:
+def chat(
+    address: str, question: Question, system: str, images: tuple[bytes, ...] = (), trust: Trust = NO_TRUST
+) -> None:
     """A conversation. The session keeps it on the worker that has its prefix. images go with the next message."""
     console = make_console()
     history = [Message("system", system)] if system else []
     with asyncio.Runner() as runner:
         target = gateway_address(address)
-        models = [model.id for model in runner.run(_models(target))]
+        models = [model.id for model in runner.run(_models(target, trust))]
         console.print(f"[dim]{', '.join(models)} at {target}. /image FILE adds a picture to the next message, ", end="")
         console.print("[dim]/new starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer.[/dim]")
         if images:
@@ -132,7 +142,7 @@ def chat(address: str, question: Question, system: str, images: tuple[bytes, ...
                 answer: list[str] = []
                 said = Message("user", line, images)
                 try:
-                    runner.run(_turn(target, question.request([*history, said]), question.timeout, answer))
+                    runner.run(_turn(target, question.request([*history, said]), question.timeout, answer, trust))
                 except KeyboardInterrupt:
                     console.print("\n[dim]stopped[/dim]")
                 except EpdError as error:
@@ -145,16 +155,18 @@ def chat(address: str, question: Question, system: str, images: tuple[bytes, ...
                     images = ()
 
 
-async def _models(target: str) -> list[generation_pb2.Model]:
-    async with dial(target) as channel:
+async def _models(target: str, trust: Trust) -> list[generation_pb2.Model]:
+    async with dial(target, trust) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         return list((await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=10)).models)
 
 
-async def _turn(target: str, request: generation_pb2.GenerateRequest, timeout: float, answer: list[str]) -> None:
+async def _turn(
+    target: str, request: generation_pb2.GenerateRequest, timeout: float, answer: list[str], trust: Trust
+) -> None:
     """Prints the answer while it comes and adds its pieces to `answer`."""
     response = generation_pb2.GenerateResponse()
-    async with dial(target) as channel:
+    async with dial(target, trust) as channel:
         async for response in stream(channel, request, timeout):
             for choice in response.choices:
                 answer.append(choice.text)

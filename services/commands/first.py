@@ -10,8 +10,10 @@ from rich.console import Console
 
 from common.models.pictures import Picture, heldout
 from common.rpc.channel import connect
+from common.rpc.tls import TlsOptions
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands.ask import Message, Question, stream
+from services.commands.client import credentials
 from services.commands.picture import show_picture
 from services.commands.render import hops_table
 
@@ -20,12 +22,20 @@ _SECONDS = 120.0
 _ASKED = ("background", "colour", "shape")  # kinds of questions that the default model is good at
 
 
-async def first_questions(address: str, served: str, aliases: Collection[str], run_dir: Path, console: Console) -> None:
+async def first_questions(
+    address: str,
+    served: str,
+    aliases: Collection[str],
+    run_dir: Path,
+    console: Console,
+    *,
+    tls: TlsOptions | None = None,
+) -> None:
     """A question in words and, of our own vision model, one about a picture drawn just now.
 
     Another vision model may know nothing of such pictures: it is asked in words only.
     """
-    async with connect(address) as channel:
+    async with connect(address, tls=tls, metadata=credentials()) as channel:
         listed = await generation_pb2_grpc.GenerationServiceStub(channel).ListModels(
             generation_pb2.ListModelsRequest(), timeout=_SECONDS
         )

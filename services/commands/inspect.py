@@ -8,24 +8,27 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.markup import escape
 
 from common.errors import Unavailable, UnknownId
+from common.registry.record import WorkerRecord
 from common.rpc.channel import connect
 from common.rpc.errors import from_rpc
+from common.rpc.tls import TlsOptions, handshake_refusal
 from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.commands.client import dial, gateway_address
+from services.commands.client import NO_TRUST, dial, gateway_address
 from services.commands.render import make_console, status_table, waterfall
+from services.commands.trust import Trust
 from services.commands.workers import registered_workers
 
 _TIMEOUT_SECONDS = 5.0
 
 
-async def status(address: str, etcd: str) -> None:
+async def status(address: str, etcd: str, trust: Trust = NO_TRUST) -> None:
     """Models of the gateway, then every registered worker's own report.
 
     Raises Unavailable without a gateway, and when there is neither an etcd nor a model to tell of.
     """
     console = make_console()
     gateway = gateway_address(address)
-    async with dial(gateway) as channel:
+    async with dial(gateway, trust) as channel:
         models = await generation_pb2_grpc.GenerationServiceStub(channel).ListModels(
             generation_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS
         )
@@ -36,8 +39,11 @@ async def status(address: str, etcd: str) -> None:
             f"{f'{model.encode_workers} encode, ' if model.images else ''}{model.prefill_workers} prefill, "
             f"{model.decode_workers} decode"
         )
+    for away in models.away:
+        what = f"cannot pull from {away.owner}" if away.owner else "gets no requests"
+        console.print(f"  [yellow]{escape(away.worker_id)} {escape(what)}: {away.why}[/yellow]", highlight=False)
     try:
-        records = await registered_workers(etcd)
+        records = await registered_workers(etcd, trust)
     except Unavailable as error:
         if not models.models:
             raise
@@ -46,12 +52,12 @@ async def status(address: str, etcd: str) -> None:
             highlight=False,
         )
         return
-    reports = await asyncio.gather(*(_worker_status(record.address) for record in records))
+    reports = await asyncio.gather(*(_worker_status(record, trust.worker()) for record in records))
     console.print(status_table([(record.worker_id, report) for record, report in zip(records, reports, strict=True)]))
 
 
-async def _worker_status(address: str) -> worker_pb2.GetStatusResponse | str:
-    async with connect(address) as channel:
+async def _worker_status(record: WorkerRecord, tls: TlsOptions | None) -> worker_pb2.GetStatusResponse | str:
+    async with connect(record.address, record.worker_id, tls=tls) as channel:
         try:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             answer: worker_pb2.GetStatusResponse = await stub.GetStatus(
@@ -59,10 +65,12 @@ async def _worker_status(address: str) -> worker_pb2.GetStatusResponse | str:
             )
             return answer
         except grpc.aio.AioRpcError as error:
-            return f"{from_rpc(error).reason} at {address}"
+            known = from_rpc(error)
+            refusal = handshake_refusal(known.message)
+            return f"{known.reason} at {record.address}{f': {refusal[1]}' if refusal else ''}"
 
 
-async def trace(address: str, identifier: str) -> None:
+async def trace(address: str, identifier: str, trust: Trust = NO_TRUST) -> None:
     """A waterfall of the spans that the mesh's processes still remember."""
     by_trace = re.fullmatch(r"[0-9a-f]{32}", identifier.lower()) is not None
     request = (
@@ -70,7 +78,7 @@ async def trace(address: str, identifier: str) -> None:
         if by_trace
         else trace_pb2.GetTraceRequest(request_id=identifier)
     )
-    async with dial(gateway_address(address)) as channel:
+    async with dial(gateway_address(address), trust) as channel:
         answer = await trace_pb2_grpc.TraceServiceStub(channel).GetTrace(request, timeout=_TIMEOUT_SECONDS)
     if not answer.spans:
         raise UnknownId(
@@ -81,10 +89,10 @@ async def trace(address: str, identifier: str) -> None:
     console.print(waterfall(answer.spans, console.width))
 
 
-async def health(address: str, service: str) -> None:
+async def health(address: str, service: str, trust: Trust = NO_TRUST) -> None:
     """Raises Unavailable unless the server says SERVING and, asked as a whole, a gateway has workers for a model."""
     target = gateway_address(address)
-    async with dial(target) as channel:
+    async with dial(target, trust) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_SECONDS
         )

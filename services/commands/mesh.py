@@ -9,6 +9,8 @@ import msgspec
 
 from common.errors import AddressTaken, InvalidArgument
 from common.process import available_cores
+from common.rpc.peer_name import CLIENT, ETCD, GATEWAY, WORKER, PeerName
+from services.commands.trust import OPERATOR
 from services.supervisor import ProcessSpec
 
 
@@ -31,6 +33,7 @@ class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str = ""
     config: str = ""  # TOML file
     drain_seconds: float = 10.0
+    tls: bool = False  # everywhere, by an authority and certificates of this run's own
 
     @property
     def grpc(self) -> str:
@@ -59,6 +62,11 @@ class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidArgument when these workers could never answer a request."""
         if min(self.encode, self.prefill, self.decode, self.aggregated) < 0:
             raise InvalidArgument("numbers of workers cannot be negative", field="prefill")
+        if self.tls and self.etcd:
+            raise InvalidArgument(
+                "epd up --tls runs an etcd of its own; for another one start the roles one by one, with --certs",
+                field="etcd",
+            )
         if not self.aggregated and not (self.prefill and self.decode):
             raise InvalidArgument(
                 "a mesh needs a prefill and a decode worker, or one with both roles (--aggregated 1)", field="prefill"
@@ -71,25 +79,40 @@ def threads_per_worker(workers: int, cores: int) -> int:
 
 
 def process_specs(
-    options: MeshOptions, model_dir: Path, run_dir: Path, sockets: Path, etcd: str, aliases: Mapping[str, Path] = {}
+    options: MeshOptions,
+    model_dir: Path,
+    run_dir: Path,
+    sockets: Path,
+    etcd: str,
+    aliases: Mapping[str, Path] = {},
+    certs: str = "",
 ) -> list[ProcessSpec]:
     """Every process of the mesh in the order of its start; `etcd` is the host:port that all of them use.
 
-    aliases: further names that the model's workers take requests for, each with the directory of its tokenizer.
+    aliases: further names that the model's workers take requests for, each with the directory of its tokenizer. certs:
+    where everyone's certificate is, for a mesh with TLS.
     """
     workers = options.workers
     threads = options.threads or threads_per_worker(len(workers), available_cores())
     served = options.served_name or model_dir.name
     specs: list[ProcessSpec] = []
     if not options.etcd:
-        specs.append(
-            ProcessSpec(name="etcd", arguments=("etcd", "--address", etcd, "--data-dir", str(run_dir / "etcd")))
-        )
+        arguments = [
+            "etcd",
+            "--address",
+            etcd,
+            "--data-dir",
+            str(run_dir / "etcd"),
+            *(("--certs", certs) if certs else ()),
+        ]
+        specs.append(ProcessSpec(name="etcd", arguments=tuple(arguments)))
     shared: tuple[str, ...] = ("--etcd", etcd, "--drain-seconds", str(options.drain_seconds))
     if options.otlp_endpoint:
         shared += ("--otlp-endpoint", options.otlp_endpoint)
     if options.config:
         shared += ("--config", options.config)
+    if certs:
+        shared += ("--certs", certs)
     # The first is the gateway's default for text, the first that takes images for those.
     names = [f"{name}={directory}" for name, directory in {**aliases, served: model_dir}.items()]
     specs.append(
@@ -110,6 +133,19 @@ def process_specs(
             arguments += ["--num-blocks", str(options.num_blocks)]
         specs.append(ProcessSpec(name=name, arguments=(*arguments, *shared), environment=_environment(threads)))
     return specs
+
+
+def make_certificates(options: MeshOptions, directory: Path) -> None:
+    """For every process and for people. The authority's key is kept nowhere: nobody can issue another."""
+    from common.rpc.certificates import Authority
+
+    authority = Authority.create(directory, keep_key=False)
+    here = ("localhost", "127.0.0.1", "::1")
+    authority.issue(PeerName(ETCD, ETCD), here)
+    authority.issue(PeerName(GATEWAY, GATEWAY), here)
+    authority.issue(PeerName(CLIENT, OPERATOR))
+    for name in options.workers:
+        authority.issue(PeerName(WORKER, name))
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -25,6 +25,7 @@ class MeshState(msgspec.Struct, kw_only=True):
     processes: dict[str, int] = {}  # name to pid
     socket_dir: str = ""
     models_dir: str = ""
+    certs: str = ""  # directory of the certificates; empty: without TLS
 
 
 def default_run_dir() -> Path:
@@ -39,6 +40,7 @@ class RunDir:
         self.path = path
         self.logs = path / "logs"
         self.sockets = path / "sockets"
+        self.certs = path / "certs"
         self._lock = -1
 
     def acquire(self) -> None:
@@ -58,7 +60,7 @@ class RunDir:
             who = f" (pid {state.pid}, gRPC on {state.grpc})" if state else ""
             raise AddressTaken(f"a mesh already runs in {self.path}{who}; end it with `epd down`") from None
         self._lock = lock
-        for stale in (self.logs, self.sockets, self.path / "etcd"):
+        for stale in (self.logs, self.sockets, self.certs, self.path / "etcd"):
             shutil.rmtree(stale, ignore_errors=True)
         self.logs.mkdir(mode=0o700)
         if len(os.fsencode(self.sockets)) > _LONGEST_SOCKET_DIR:

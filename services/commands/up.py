@@ -14,16 +14,26 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import DeadlineExceeded, Unavailable
+from common.errors import DeadlineExceeded, Unauthenticated, Unavailable
 from common.models.catalog import models_dir
 from common.models.config import read_config
 from common.models.info import read_info
 from common.process import available_cores
+from common.rpc.certificates import CA_CERT
 from common.rpc.channel import connect
+from common.rpc.tls import TlsOptions
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands import models
+from services.commands.client import credentials
 from services.commands.first import first_questions
-from services.commands.mesh import MeshOptions, check_ports, free_port, process_specs, threads_per_worker
+from services.commands.mesh import (
+    MeshOptions,
+    check_ports,
+    free_port,
+    make_certificates,
+    process_specs,
+    threads_per_worker,
+)
 from services.commands.render import make_console
 from services.commands.run_dir import MeshState, RunDir, default_run_dir
 from services.supervisor import Supervisor
@@ -42,7 +52,10 @@ def up(options: MeshOptions, *, ready_fd: int = -1) -> None:
     try:
         check_ports(options)
         model_dir = models.get(options.model)
-        asyncio.run(_Mesh(_fitting(options, model_dir), model_dir, run, ready_fd).run())
+        options = _fitting(options, model_dir)
+        if options.tls:
+            make_certificates(options, run.certs)
+        asyncio.run(_Mesh(options, model_dir, run, ready_fd).run())
     finally:
         run.release()
 
@@ -69,7 +82,9 @@ class _Mesh:
         self._ended = asyncio.Event()  # one more has
         text_model = read_info(model_dir).text_model
         self.aliases = {text_model: models.get(text_model)} if text_model else {}
-        specs = process_specs(options, model_dir, run.path, run.sockets, self.etcd, self.aliases)
+        certs = str(run.certs) if options.tls else ""
+        self.tls = TlsOptions(ca_file=str(run.certs / CA_CERT)) if options.tls else None  # towards the gateway
+        specs = process_specs(options, model_dir, run.path, run.sockets, self.etcd, self.aliases, certs)
         self.supervisor = Supervisor(specs, run.logs, self._report, self._changed)
 
     async def run(self) -> None:
@@ -110,7 +125,7 @@ class _Mesh:
         took = time.monotonic() - self.started
         self.console.print(f"[green]ready[/green] after {took:.1f} s", highlight=False)
         await self._or_failure(
-            first_questions(options.grpc, self.served, self.aliases, self.run_dir.path, self.console)
+            first_questions(options.grpc, self.served, self.aliases, self.run_dir.path, self.console, tls=self.tls)
         )
         self._announce()
         if self.ready_fd >= 0:
@@ -146,15 +161,18 @@ class _Mesh:
         options = self.options
         want = (options.encode, options.prefill + options.aggregated, options.decode + options.aggregated)
         end = time.monotonic() + seconds
-        async with connect(options.grpc) as channel:
+        async with connect(options.grpc, tls=self.tls, metadata=credentials()) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             while time.monotonic() < end:
                 have = (0, 0, 0)
-                with contextlib.suppress(grpc.aio.AioRpcError):
+                try:
                     answer = await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=2)
                     for model in answer.models:
                         if model.id == self.served:
                             have = (model.encode_workers, model.prefill_workers, model.decode_workers)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                        raise Unauthenticated("the gateway wants a key: put one into EPD_API_KEY") from None
                 running = all(child.state == "running" for child in self.supervisor.children.values())
                 if running and all(there >= wanted for there, wanted in zip(have, want, strict=True)):
                     return
@@ -165,7 +183,10 @@ class _Mesh:
         raise DeadlineExceeded(f"not routable after {seconds:.0f} s ({self.routable}); see {self.run_dir.logs}")
 
     def _announce(self) -> None:
-        self.console.print(f"gRPC on [bold]{self.options.grpc}[/bold], HTTP on [bold]http://{self.options.http}[/bold]")
+        http = f"{'https' if self.tls else 'http'}://{self.options.http}"
+        self.console.print(f"gRPC on [bold]{self.options.grpc}[/bold], HTTP on [bold]{http}[/bold]")
+        if self.tls:
+            self.console.print(f"Everything by TLS; clients trust [bold]{self.tls.ca_file}[/bold]", highlight=False)
         commands = 'epd chat · epd generate "…" · epd status · epd trace ID'
         if self.ready_fd >= 0:  # in the background
             self.console.print(f"[dim]Ask it with: {commands}.[/dim]", highlight=False)
@@ -203,6 +224,7 @@ class _Mesh:
                 processes=processes,
                 socket_dir=str(self.run_dir.sockets),
                 models_dir=str(models_dir()),
+                certs=str(self.run_dir.certs) if self.tls else "",
             )
         )
 

@@ -37,7 +37,7 @@ class EncodeService(encode_pb2_grpc.EncodeServiceServicer):
         publication: Publication | None = None
         try:
             with self._worker.request_span(telemetry.ENCODE_RUN, key, request.tenant) as span:
-                call = encoder.reserve(images, request.priority)
+                call = encoder.reserve(images, request.priority, tenant=request.tenant, cache_bytes=request.cache_bytes)
                 release = functools.partial(encoder.release, call)
                 try:
                     publication = self._publications.publish(

@@ -19,6 +19,7 @@ _ORDER = (
     names.GATEWAY_ADMIT,
     names.GATEWAY_PREPROCESS,
     names.GATEWAY_RETRY,
+    names.GATEWAY_QUEUE,
     names.GATEWAY_ROUTE,
     names.ENCODE_RPC,
     names.ENCODE_QUEUE,
@@ -47,6 +48,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
 
     attempt: int
     started: float  # before routing
+    queued_seconds: float = 0.0  # of routing: waiting for room at workers
     encoding: float = 0.0  # encode workers called
     called: float = 0.0
     first: float = 0.0  # arrival of the first tokens: of prefill, or of decode when it computed the prompt
@@ -104,13 +106,18 @@ def before_first_token(record: AttemptRecord) -> list[Hop]:
 
 
 def _before_call(record: AttemptRecord) -> list[Hop]:
-    """Routing and, for images, the encode call that ended last."""
+    """The queue, routing and, for images, the encode call that ended last."""
+    routed = (record.encoding or record.called) - record.started
+    routing = [
+        Hop(names.GATEWAY_QUEUE, record.queued_seconds, GATEWAY),
+        Hop(names.GATEWAY_ROUTE, routed - record.queued_seconds, GATEWAY),
+    ]
     if not record.encoding:
-        return [Hop(names.GATEWAY_ROUTE, record.called - record.started, GATEWAY)]
+        return routing
     rest = record.called - record.encoding - sum(hop.seconds for hop in record.encode_hops)
     where = record.encode_hops[0].where if record.encode_hops else GATEWAY
     return [
-        Hop(names.GATEWAY_ROUTE, record.encoding - record.started, GATEWAY),
+        *routing,
         *record.encode_hops,
         Hop(names.ENCODE_RPC, rest, where),
     ]

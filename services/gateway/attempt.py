@@ -5,13 +5,14 @@ All calls of an attempt end with it, however it ends. Nothing of it is used by a
 
 import asyncio
 import contextlib
+import functools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
 
-from common.errors import EngineFailed
+from common.errors import EngineFailed, WorkerLost
 from epd.v1 import decode_pb2, prefill_pb2, types_pb2
 from services.gateway.accounting import AttemptRecord
 from services.gateway.call import CallFailed, WorkerCall
@@ -26,6 +27,20 @@ from services.gateway.worker import TELL_SECONDS, Worker
 # Once every choice has ended only the worker's own timings are still to come.
 _LAST_WORDS_SECONDS = 0.5
 _LAST_TOKENS_SECONDS = 5.0
+
+
+class Turn:
+    """Which of the attempts that run side by side may speak: the first that has a token. The others are let go."""
+
+    def __init__(self) -> None:
+        self.speaker: AttemptRecord | None = None
+        self.on_taken: Callable[[], None] = lambda: None
+
+    def take(self, record: AttemptRecord) -> bool:
+        if self.speaker is None:
+            self.speaker = record
+            self.on_taken()
+        return self.speaker is record
 
 
 class Attempt:
@@ -43,7 +58,10 @@ class Attempt:
         prefill: Worker | None,
         decode: Worker | None,
         embeddings: Sequence[types_pb2.EmbeddingRef] = (),
+        encoders: Iterable[Worker] = (),
+        turn: Turn | None = None,
     ) -> None:
+        """encoders: those that hold the embeddings."""
         self._request = request
         self._key = key
         self._choices = {choice.index: choice for choice in choices}
@@ -53,12 +71,17 @@ class Attempt:
         self._prefill = prefill
         self._decode = decode
         self._embeddings = embeddings
+        self._encoders = tuple(encoders)
+        self._turn = turn or Turn()
+        self._calls: list[WorkerCall] = []
+        self._cause: CallFailed | None = None  # of an abort
         self._ticket = secrets.token_bytes(16)
         # Those of prefill come before those of decode, whichever message is faster.
         self._first_tokens = asyncio.Event()
         self._decode_task: asyncio.Task[None] | None = None
         self._call: WorkerCall | None = None  # to decode
         self._routed = False  # its tokens come by the worker's token stream
+        self._decoding = False  # decode has made a token
         self._early: list[Iterable[types_pb2.ChoiceTokens]] = []  # those that were faster than the first ones
         self._ended = asyncio.Event()  # every choice has
         self._holding: asyncio.Task[None] | None = None
@@ -67,6 +90,9 @@ class Attempt:
     async def run(self) -> None:
         """Returns when every choice has ended. Raises CallFailed for the call that failed first."""
         self._record.called = self._loop.time()
+        watched = [(worker, functools.partial(self._source_stuck, worker)) for worker in self._sources]
+        for worker, callback in watched:
+            worker.on_stuck.add(callback)
         try:
             async with asyncio.TaskGroup() as group:
                 if self._decode is not None:
@@ -76,11 +102,35 @@ class Attempt:
         except BaseExceptionGroup as failures:
             if self._finished:
                 return
-            raise failures.exceptions[0] from None
+            raise self._cause or failures.exceptions[0] from None
+        finally:
+            for worker, callback in watched:
+                worker.on_stuck.discard(callback)
         if not self._finished:  # whatever the reason: an answer that is cut off is never a good end
-            worker = self._decode or self._prefill
-            assert worker is not None
-            raise CallFailed(EngineFailed("the attempt ended without an answer"), worker)
+            raise CallFailed(EngineFailed("the attempt ended without an answer"), self.worker)
+
+    @property
+    def worker(self) -> Worker:
+        """The one that makes the last token."""
+        worker = self._decode or self._prefill
+        assert worker is not None
+        return worker
+
+    def abort(self, cause: CallFailed) -> None:
+        """`run` raises this, unless every choice has ended."""
+        self._cause = cause
+        for call in self._calls:
+            call.abort()
+
+    @property
+    def _sources(self) -> list[Worker]:
+        """Those that the others pull from: their own calls may be over while what they have is still needed."""
+        return [*self._encoders, self._prefill] if self._prefill and self._decode else list(self._encoders)
+
+    def _source_stuck(self, worker: Worker) -> None:
+        needed = not self._decoding if worker is self._prefill else not self._record.first
+        if needed and not self._finished:
+            self.abort(CallFailed(WorkerLost(f"{worker.worker_id} shows no sign of life"), worker))
 
     @property
     def _finished(self) -> bool:
@@ -100,6 +150,7 @@ class Attempt:
             self._record.cached_tokens = finished.cached_tokens
             if {tokens.choice for tokens in finished.first if tokens.token_ids} != set(self._choices):
                 raise CallFailed(EngineFailed("prefill sampled no first token for a choice"), worker)
+            call.worked()
             self._deliver(finished.first)
             self._first_tokens.set()
             if self._decode is not None:
@@ -161,6 +212,10 @@ class Attempt:
 
     def _take(self, worker: Worker, choices: Iterable[types_pb2.ChoiceTokens]) -> None:
         """Tokens of decode, from its call or from the worker's token stream."""
+        if not self._decoding:
+            self._decoding = True
+            assert self._call is not None
+            self._call.worked()
         stopped = self._deliver(choices)
         if stopped:
             self._tell_finished(worker, stopped)
@@ -191,6 +246,8 @@ class Attempt:
 
     def _deliver(self, items: Iterable[types_pb2.ChoiceTokens]) -> list[int]:
         """Hands tokens over; returns the choices that a stop string ended."""
+        if not self._turn.take(self._record):
+            return []  # too late: another attempt speaks
         self._record.arrived(self._loop.time())
         stopped = []
         for tokens in items:
@@ -221,9 +278,11 @@ class Attempt:
 
     def _open(self, worker: Worker, call: object) -> WorkerCall:
         settings = self._settings
-        return WorkerCall(
+        opened = WorkerCall(
             worker, call, first_byte_seconds=settings.first_byte_seconds, stall_seconds=settings.stall_seconds
         )
+        self._calls.append(opened)
+        return opened
 
     def _output_token_ids(self) -> list[int]:
         """Tokens of the one choice that is resumed; a leg of several starts from the prompt's end."""
@@ -243,6 +302,7 @@ class Attempt:
             "salt": request.salt,
             "tenant": request.tenant,
             "priority": request.priority,
+            "cache_bytes": request.cache_bytes,
         }
 
     def _prefill_request(self, worker: Worker) -> prefill_pb2.PrefillRequest:

@@ -1,6 +1,6 @@
 """One choice of a request: tokens come in, text goes out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.models.tokenizer import Tokenizer
 from common.sampling import SamplingParams
@@ -16,7 +16,7 @@ class Choice:
     """Pending output collects until `take`.
 
     Attributes: output_token_ids, every token received (a resume sends them along); finished; records, the attempts that
-    worked on it.
+    worked on it; on_tokens, told how many have come.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class Choice:
         self.output_token_ids: list[int] = []
         self.finish_reason: types_pb2.FinishReason = _RUNNING
         self.records: list[AttemptRecord] = []
+        self.on_tokens: Callable[[int], None] = lambda tokens: None
         self._detokenizer = detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._show_stop_token = not skip_special_tokens
         self._matcher = StopMatcher(stops) if stops else None
@@ -99,6 +100,7 @@ class Choice:
         return delta
 
     def _keep(self, ids: Sequence[int], logprobs: Sequence[types_pb2.TokenLogprob]) -> None:
+        self.on_tokens(len(ids))
         self.output_token_ids.extend(ids)
         self._token_ids.extend(ids)
         self._logprobs.extend(logprobs)

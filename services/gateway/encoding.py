@@ -10,7 +10,7 @@ import itertools
 import random
 import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import msgspec
@@ -38,6 +38,8 @@ class Mesh(Protocol):
     fleet: Fleet
     settings: GatewaySettings
     telemetry: Telemetry
+
+    def may_retry(self, model: str, *, resume: bool = False) -> bool: ...
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ class Encoding:
         self._exclude = exclude
         self._parts = itertools.count(1)
         self._calls: set[WorkerCall] = set()
+        self.workers: list[Worker] = []  # those that hold the embeddings
         self._loop = asyncio.get_running_loop()
 
     @contextlib.asynccontextmanager
@@ -88,7 +91,8 @@ class Encoding:
         try:
             with telemetry.start_span(telemetry.ENCODE_IMAGES, attributes=attributes) as span:
                 made = await self._encode([Image(item.index, item.key, item.rows) for item in media])
-                record.encode_workers = sorted({each.worker.worker_id for each in made})
+                self.workers = list({each.worker.worker_id: each.worker for each in made}.values())
+                record.encode_workers = sorted(worker.worker_id for worker in self.workers)
                 record.encode_hops = known(made[-1].finished.hops)
                 record.cached_images = sum(each.finished.cached_images for each in made)
                 span.set_attribute(telemetry.CACHED_IMAGES, record.cached_images)
@@ -135,6 +139,7 @@ class Encoding:
 
     async def _assign(self, images: Sequence[Image], exclude: frozenset[str], wait_seconds: float) -> list[Part]:
         fleet = self._mesh.fleet
+        exclude |= fleet.pairs.unreachable(self._puller)
         try:
             async with asyncio.timeout(wait_seconds):
                 while True:
@@ -155,8 +160,8 @@ class Encoding:
         mine = asyncio.ensure_future(self._call_worker(worker, part))
         tasks: set[asyncio.Future[list[Made]]] = {mine}
         try:
-            await asyncio.wait(tasks, timeout=self._mesh.settings.encode_hedge_seconds)
-            if not mine.done() and tries > 1 and self._others(without):
+            await self._slow(worker, mine)
+            if not mine.done() and tries > 1 and self._others(without) and self._may_retry():
                 tasks.add(asyncio.ensure_future(self._make(part.images, without, 1)))
             failure: CallFailed | None = None
             while tasks:
@@ -169,7 +174,7 @@ class Encoding:
                         raise error
                     failure = failure or error
             assert failure is not None
-            if isinstance(failure.error, Overloaded) or tries <= 1:
+            if isinstance(failure.error, Overloaded) or tries <= 1 or not self._may_retry():
                 raise failure
             self._mesh.telemetry.metrics.retries.labels(model=self._request.model, reason=failure.error.reason).inc()
             return await self._make(part.images, without, tries - 1)
@@ -177,6 +182,24 @@ class Encoding:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _slow(self, worker: Worker, mine: asyncio.Future[Any]) -> None:
+        """Returns when the call has ended, takes long, or its worker has fallen silent."""
+        suspicion = self._loop.create_future()
+
+        def suspected() -> None:
+            if not suspicion.done():
+                suspicion.set_result(None)
+
+        worker.on_suspicion.add(suspected)
+        try:
+            timeout = self._mesh.settings.encode_hedge_seconds
+            await asyncio.wait((mine, suspicion), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            worker.on_suspicion.discard(suspected)
+
+    def _may_retry(self) -> bool:
+        return self._mesh.may_retry(self._request.model)
 
     def _others(self, without: frozenset[str]) -> bool:
         return any(
@@ -216,6 +239,7 @@ class Encoding:
                 for image in images
             ],
             priority=self._request.priority,
+            cache_bytes=self._request.cache_bytes,
         )
         call = WorkerCall(
             worker,
@@ -230,6 +254,7 @@ class Encoding:
                 if message is grpc.aio.EOF:
                     raise call.lost("ended before the images were encoded")
                 if message.HasField("finished"):
+                    call.worked()
                     return Made(worker, number, ticket, images, message.finished)
         except BaseException:
             self._calls.discard(call)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 from common.errors import NoWorkers
 from common.metrics import Metrics
+from common.policies.circuit import CircuitPolicy
 from common.policies.encoding import ENCODE
 from common.policies.routing import DECODE, PREFILL, WorkerView
 from common.registry.record import PROTOCOL_VERSION, WorkerRecord
 from common.rpc.channel import KEEPALIVE_SECONDS, connect
 from common.rpc.tls import TlsOptions
+from services.gateway.pairs import Pairs
 from services.gateway.worker import Worker
 
 
@@ -26,14 +28,20 @@ class Fleet:
     """Follows the registry (`update`) and the workers themselves. Everything here runs on one event loop."""
 
     def __init__(
-        self, metrics: Metrics, tls: TlsOptions | None = None, keepalive_seconds: float = KEEPALIVE_SECONDS
+        self,
+        metrics: Metrics,
+        tls: TlsOptions | None = None,
+        keepalive_seconds: float = KEEPALIVE_SECONDS,
+        circuit: CircuitPolicy | None = None,
     ) -> None:
         self._workers: dict[str, Worker] = {}
         self._metrics = metrics
-        self._connect = functools.partial(connect, tls=tls, keepalive_seconds=keepalive_seconds)
+        self._policy = circuit or CircuitPolicy()
+        self.pairs = Pairs(self._policy, self._notify)
+        self._connect = functools.partial(connect, tls=tls, metrics=metrics, keepalive_seconds=keepalive_seconds)
         self._changed = asyncio.Event()
         self._load_changed = asyncio.Event()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], Worker] = {}  # workers that the registry has forgotten
 
     def update(self, records: Mapping[str, WorkerRecord]) -> None:
         """The registry's current records by worker id. A new incarnation replaces all we knew of the old."""
@@ -42,14 +50,15 @@ class Fleet:
             record = usable.get(worker_id)
             if record is None or _life(record) != _life(worker.record):
                 del self._workers[worker_id]
+                self.pairs.forget(worker)
                 task = asyncio.create_task(worker.close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._closing[task] = worker
+                task.add_done_callback(self._closing.pop)
             else:
                 worker.record = record
         for worker_id, record in usable.items():
             if worker_id not in self._workers:
-                self._workers[worker_id] = Worker(record, self._notify, self.note_load, self._connect)
+                self._workers[worker_id] = Worker(record, self._notify, self.note_load, self._connect, self._policy)
         self._notify()
 
     def get(self, worker_id: str) -> Worker | None:
@@ -58,9 +67,29 @@ class Fleet:
     def all(self) -> list[Worker]:
         return list(self._workers.values())
 
+    def in_use(self) -> list[Worker]:
+        """With those that are forgotten but still work for somebody: a stopped worker loses its lease, too."""
+        return [*self._workers.values(), *self._closing.values()]
+
     def snapshot(self, model: str) -> list[WorkerView]:
         """Routable workers of a model."""
-        return [worker.view() for worker in self._workers.values() if model in worker.record.names and worker.routable]
+        return [
+            worker.view(self.pairs.unreachable(worker))
+            for worker in self._workers.values()
+            if model in worker.record.names and worker.routable
+        ]
+
+    def can_replace(self, worker: Worker) -> bool:
+        """Whether others can take over all that this one does."""
+        record = worker.record
+        others = [each for each in self._workers.values() if each.identity != worker.identity and each.routable]
+
+        def does(other: Worker, role: str) -> bool:
+            if role == ENCODE:
+                return other.record.embedding_layout == record.embedding_layout
+            return other.compat_id == worker.compat_id and other.record.model == record.model
+
+        return all(any(role in other.record.roles and does(other, role) for other in others) for role in record.roles)
 
     def records(self, model: str) -> list[WorkerRecord]:
         """Records of a model's routable workers, else of all its workers: for limits that hold in either case. Workers
@@ -130,3 +159,12 @@ class Fleet:
         self._metrics.workers.clear()
         for (model, role), count in counts.items():
             self._metrics.workers.labels(model=model, role=role).set(count)
+        away: dict[tuple[str, str], int] = {}
+        for worker in self._workers.values():
+            if why := worker.away:
+                key = (worker.record.model, why)
+                away[key] = away.get(key, 0) + 1
+        self._metrics.workers_away.clear()
+        for (model, why), count in away.items():
+            self._metrics.workers_away.labels(model=model, why=why).set(count)
+        self._metrics.pairs_away.set(len(self.pairs.open()))

@@ -21,6 +21,7 @@ from services.gateway.observe import Observer
 from services.gateway.orchestrator import Orchestrator
 from services.gateway.outbox import Outbox
 from services.gateway.preprocess import Prepared, Preprocessor
+from services.gateway.quota.quota import Quota
 from services.gateway.settings import GatewaySettings
 
 
@@ -34,7 +35,9 @@ class Generator:
         orchestrator: Orchestrator,
         settings: GatewaySettings,
         tel: Telemetry,
+        quota: Quota,
     ) -> None:
+        self.quota = quota
         self.admission = admission
         self.preprocessor = preprocessor
         self.orchestrator = orchestrator
@@ -126,9 +129,12 @@ class _Life:
         with contextlib.ExitStack() as stack:
             with telemetry.start_span(telemetry.GATEWAY_ADMIT):
                 stack.enter_context(mesh.admission.admit(self._tenant, self._label, self._request.ByteSize()))
+                use = stack.enter_context(mesh.quota.use(self._tenant))
+                await use.admit(self._request.priority)
             line.admitted = self._loop.time()
             with telemetry.start_span(telemetry.GATEWAY_PREPROCESS):
                 prepared = self._prepared = await mesh.preprocessor.prepare(self._request, self._tenant)
+                await use.prompt(len(prepared.prompt), sum(item.pixels for item in prepared.media))
             line.prepared = self._loop.time()
             _describe(span, prepared)
             self._choices = [

@@ -1,27 +1,31 @@
 """The OpenAI-compatible HTTP edge. It turns bodies into gRPC's own requests, so both edges go one way from there."""
 
+import math
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from importlib.metadata import version
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common import telemetry
-from common.errors import EpdError, InvalidArgument
+from common.errors import EpdError, InvalidArgument, PermissionDenied
 from common.metrics import CONTENT_TYPE
 from common.rpc.errors import from_exception
 from common.telemetry import Telemetry
 from epd.v1 import generation_pb2, trace_pb2
-from services.gateway import media
+from services.gateway import media, openapi
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
+from services.gateway.identity.identity import Identity
 from services.gateway.openai_format import Answer, ChatFormat, CompletionFormat, error_json
 from services.gateway.openai_schema import ChatBody, CompletionBody, chat_request, completion_requests, parse
 from services.gateway.preprocess import MAX_LABEL
-from services.gateway.service import TENANT_KEY, MeshTraceService, check_tenant, list_models
+from services.gateway.service import MeshTraceService, list_models
 from services.gateway.sse import DONE, ClientGone, EventStream, event, merge, while_connected
 
 REQUEST_ID = "x-request-id"
@@ -32,17 +36,22 @@ Responses = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
 
 
 class HttpEdge:
-    def __init__(self, generator: Generator, fleet: Fleet, traces: MeshTraceService, tel: Telemetry) -> None:
+    def __init__(
+        self, generator: Generator, fleet: Fleet, traces: MeshTraceService, tel: Telemetry, identity: Identity
+    ) -> None:
+        self._identity = identity
         self._generator = generator
         self._fleet = fleet
         self._traces = traces
         self._telemetry = tel
         self._max_body_bytes = generator.settings.media.message_bytes
-        # Bodies are parsed by msgspec and answers written by it, so there is no schema for FastAPI to show.
-        app = self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        # Bodies are parsed by msgspec and answers written by it, so the schema is msgspec's, too.
+        self._openapi = msgspec.json.encode(openapi.document(version("epd-mesh")))
+        app = self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
         for path, handler in (
+            ("/openapi.json", self.openapi),
             ("/v1/models", self.models),
             ("/v1/models/{model:path}", self.model),
             ("/health", self.health),
@@ -54,23 +63,29 @@ class HttpEdge:
             app.add_api_route(path, handler, methods=["GET"], response_model=None)
         app.add_exception_handler(HTTPException, _on_http)
         app.add_exception_handler(EpdError, _on_epd)
+        app.add_exception_handler(ClientDisconnect, _on_gone)
         app.add_exception_handler(Exception, _on_any)
 
     async def chat(self, request: Request) -> Response:
+        tenant = self._identity.tenant_of(request.headers)  # before the body is read
         body = parse(await _body(request, self._max_body_bytes), ChatBody)
-        return await self._answer(request, body, [chat_request(body)])
+        return await self._answer(request, tenant, body, [chat_request(body)])
 
     async def completions(self, request: Request) -> Response:
+        tenant = self._identity.tenant_of(request.headers)
         body = parse(await _body(request, self._max_body_bytes), CompletionBody)
-        return await self._answer(request, body, completion_requests(body))
+        return await self._answer(request, tenant, body, completion_requests(body))
 
     async def _answer(
-        self, request: Request, body: ChatBody | CompletionBody, asked: list[generation_pb2.GenerateRequest]
+        self,
+        request: Request,
+        tenant: str,
+        body: ChatBody | CompletionBody,
+        asked: list[generation_pb2.GenerateRequest],
     ) -> Response:
         label = _label(request)
         headers = {REQUEST_ID: label}
         try:
-            tenant = check_tenant(request.headers.get(TENANT_KEY))
             self._telemetry.attach(telemetry.extract(list(request.headers.items())))
             preprocessor = self._generator.preprocessor
             model = preprocessor.model(body.model or "", images=any(media.sources(one) for one in asked))
@@ -95,11 +110,16 @@ class HttpEdge:
         except EpdError as error:
             return _refusal(error, headers)
 
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._openapi, media_type="application/json")
+
     async def models(self, request: Request) -> Response:
+        self._identity.tenant_of(request.headers)
         found = [_model(model) for model in list_models(self._generator, self._fleet)]
         return _json(200, {"object": "list", "data": found})
 
     async def model(self, request: Request) -> Response:
+        self._identity.tenant_of(request.headers)
         name = self._generator.preprocessor.model(request.path_params["model"])
         for model in list_models(self._generator, self._fleet):
             if model.id == name:
@@ -120,6 +140,9 @@ class HttpEdge:
         return _json(200 if ready else 503, {"status": "ready" if ready else "not ready"})
 
     async def metrics(self, request: Request) -> Response:
+        """Not where keys are needed: the labels name every tenant. There they have an address of their own."""
+        if self._identity.required or self._generator.settings.metrics_bind:
+            raise PermissionDenied("metrics are at an address of their own here, the gateway's metrics_bind")
         return Response(self._telemetry.metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def trace(self, request: Request) -> Response:
@@ -127,7 +150,7 @@ class HttpEdge:
         asked = request.path_params["trace"]
         is_trace = len(asked) == 32 and all(digit in "0123456789abcdef" for digit in asked)
         query = trace_pb2.GetTraceRequest(**{"trace_id" if is_trace else "request_id": asked})
-        found = await self._traces.collect(query)
+        found = await self._traces.collect(query, request.headers)
         spans = [
             {field.name: getattr(span, field.name) for field in span.DESCRIPTOR.fields if field.name != "attributes"}
             | {"attributes": dict(span.attributes)}
@@ -206,13 +229,20 @@ def _model(model: generation_pb2.Model) -> dict[str, object]:
 def _refusal(error: EpdError, headers: dict[str, str] | None = None) -> Response:
     headers = dict(headers or {})
     if error.http in (429, 503):
-        headers["retry-after"] = str(max(1, round(error.retry_after_seconds or 1)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds or 1)))
+    if error.http == 401:
+        headers["www-authenticate"] = "Bearer"
     return _json(error.http, error_json(error), headers)
 
 
 async def _on_epd(request: Request, error: Exception) -> Response:
     assert isinstance(error, EpdError)
     return _refusal(error)
+
+
+async def _on_gone(request: Request, error: Exception) -> Response:
+    """In the middle of its body. Nobody reads this."""
+    return Response(status_code=_CLIENT_GONE)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 
 from common.errors import AddressTaken, InvalidArgument
+from common.metrics import Metrics
+from common.rpc.tls import TlsOptions
 
 _BACKLOG = 1024
 _PORT = re.compile("[0-9]{1,5}")
@@ -22,7 +24,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, tls: TlsOptions | None = None) -> None:
         # The last client to go is waited for by `stop`, not by uvicorn.
         self._config = uvicorn.Config(
             app,
@@ -32,6 +34,7 @@ class HttpServer:
             lifespan="off",
             timeout_keep_alive=30,
             ws="none",
+            **(tls.uvicorn_options() if tls is not None else {}),
         )
         self._server = _Server(self._config)
         self._task: asyncio.Task[None] | None = None
@@ -39,10 +42,8 @@ class HttpServer:
 
     async def start(self, bind: str) -> None:
         """Listens on host:port (port 0: a free one). Raises AddressTaken or InvalidArgument naming the address."""
-        host, _, port = bind.rpartition(":")
-        if not _PORT.fullmatch(port) or int(port) > 65535:
-            raise InvalidArgument(f"{bind!r} is not host:port", field="http_bind")
-        listener = _listen(host.strip("[]"), int(port), bind)
+        host, port = host_and_port(bind, "http_bind")
+        listener = _listen(host.strip("[]"), port, bind)
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         while not self._server.started and not self._task.done():
@@ -61,6 +62,32 @@ class HttpServer:
             await asyncio.wait((self._task,), timeout=grace_seconds)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+
+def host_and_port(bind: str, field: str) -> tuple[str, int]:
+    """Raises InvalidArgument naming the setting."""
+    host, _, port = bind.rpartition(":")
+    if not _PORT.fullmatch(port) or int(port) > 65535:
+        raise InvalidArgument(f"{bind!r} is not host:port", field=field)
+    return host, int(port)
+
+
+def serve_metrics(metrics: Metrics, bind: str, **tls: Any) -> tuple[str, Callable[[], None]]:
+    """/metrics at an address of its own, from a thread: the address, and what ends it. tls: see Metrics.serve.
+
+    Raises AddressTaken or InvalidArgument naming the address.
+    """
+    host, port = host_and_port(bind, "metrics_bind")
+    try:
+        server, _ = metrics.serve(host.strip("[]"), port, **tls)
+    except OSError as error:
+        raise AddressTaken(f"cannot listen on {bind}: {error.strerror}") from None
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+
+    return f"{host}:{server.server_port}", close
 
 
 def _listen(host: str, port: int, bind: str) -> socket.socket:

@@ -9,10 +9,12 @@ from pathlib import Path
 from common import telemetry
 from common.errors import InvalidArgument
 from common.media.remote import RemoteImages
+from common.metrics import Metrics
 from common.models.tokenizer import Tokenizer
 from common.models.vision.spec import VisionSpec
 from common.registry.etcd import EtcdRegistry
 from common.rpc.lag import LoopLag
+from common.rpc.peer_name import GATEWAY, PeerName
 from common.rpc.server import Server, make_server
 from common.span_store import SpanStore
 from epd.v1 import generation_pb2_grpc, trace_pb2_grpc
@@ -20,9 +22,12 @@ from services.gateway.admission import Admission
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.http import HttpEdge
-from services.gateway.http_server import HttpServer
+from services.gateway.http_server import HttpServer, serve_metrics
+from services.gateway.identity.identity import Identity
 from services.gateway.orchestrator import Orchestrator
 from services.gateway.preprocess import Preprocessor
+from services.gateway.pulse import Pulse
+from services.gateway.quota.sharing import Sharing
 from services.gateway.service import GENERATION_SERVICE, GenerationService, MeshTraceService
 from services.gateway.settings import GatewaySettings
 
@@ -45,9 +50,12 @@ class Gateway:
             sample_ratio=settings.trace_sample_ratio,
             store=self.store,
         )
+        self.identity: Identity
+        self.sharing: Sharing
         self.fleet: Fleet
         self.admission: Admission
         self.generator: Generator
+        self.metrics_address = ""  # when it is not the HTTP edge's
         self.lag = LoopLag(self.telemetry.metrics)
         self._server: Server
         self._http: HttpServer
@@ -75,12 +83,25 @@ class Gateway:
         cleanup.push_async_callback(tel.shutdown)
         self.lag.start()
         cleanup.push_async_callback(self.lag.stop)
+        _check_certificates(settings, tel.metrics)
+        self.identity = Identity(
+            settings.identity,
+            tel.metrics,
+            etcd=settings.etcd,
+            limits=settings.limits,
+            other_limits=settings.other_limits,
+        )
+        cleanup.push_async_callback(self.identity.stop)
+        await self.identity.start()
         tokenizers = {name: await asyncio.to_thread(_load, name, path) for name, path in settings.models.items()}
         specs = {name: await asyncio.to_thread(_load_vision, path) for name, path in settings.models.items()}
         remote = RemoteImages(settings.remote, settings.media)
         cleanup.push_async_callback(remote.close)
-        self.fleet = Fleet(tel.metrics, settings.worker_tls, settings.keepalive_seconds)
+        self.fleet = Fleet(tel.metrics, settings.worker_tls, settings.keepalive_seconds, settings.circuit)
         cleanup.push_async_callback(self.fleet.close)
+        pulse = Pulse(self.fleet, settings.silence)
+        pulse.start()
+        cleanup.push_async_callback(pulse.stop)
         self.admission = Admission(settings.max_in_flight, settings.max_per_tenant, settings.max_in_flight_bytes)
         preprocessor = Preprocessor(
             tokenizers,
@@ -91,27 +112,37 @@ class Gateway:
             threads=settings.tokenizer_threads,
             salt_secret=settings.salt_secret,
             wait_seconds=settings.route_wait_seconds,
+            cache_bytes=lambda tenant: self.identity.limits(tenant).cache_bytes,
         )
         cleanup.callback(preprocessor.close)
+        self.sharing = Sharing(settings.gateway_id, settings.quota, self.identity.limits, tel, settings.worker_tls)
+        cleanup.push_async_callback(self.sharing.stop)
+        await self.sharing.start()
         orchestrator = Orchestrator(self.fleet, settings, tel)
-        self.generator = Generator(self.admission, preprocessor, orchestrator, settings, tel)
-        traces = MeshTraceService(self.store, self.fleet)
+        orchestrator.planner.weight = self.identity.weight
+        self.generator = Generator(self.admission, preprocessor, orchestrator, settings, tel, self.sharing.quota)
+        traces = MeshTraceService(self.store, self.fleet, self.identity)
 
         server = self._server = make_server(telemetry=tel, tls=settings.tls, receive_bytes=settings.media.message_bytes)
-        service = GenerationService(self.generator, self.fleet)
+        service = GenerationService(self.generator, self.fleet, self.identity)
         server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, GENERATION_SERVICE)
         server.add(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces, "epd.v1.TraceService")
         await server.start(settings.grpc_bind)
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
-        edge = HttpEdge(self.generator, self.fleet, traces, tel)
-        self._http = HttpServer(edge.app)
+        edge = HttpEdge(self.generator, self.fleet, traces, tel, self.identity)
+        self._http = HttpServer(edge.app, settings.tls)
         await self._http.start(settings.http_bind)
         cleanup.push_async_callback(self._http.stop, _LAST_SECONDS)
+        if settings.metrics_bind:
+            https = settings.worker_tls.prometheus_options() if settings.worker_tls is not None else {}
+            self.metrics_address, close = serve_metrics(tel.metrics, settings.metrics_bind, **https)
+            cleanup.callback(close)
         if settings.etcd is not None:
             registry = EtcdRegistry(settings.etcd, tel.metrics)
             cleanup.push_async_callback(registry.close)
             await registry.start()
             await registry.watch(self.fleet.update)
+            await self.sharing.join(settings.etcd, tel.metrics)
         await server.set_serving(True)
         _log.info("gateway: gRPC on %s, HTTP on %s", self.grpc_address, self.http_address)
 
@@ -147,6 +178,15 @@ async def run_gateway(settings: GatewaySettings) -> None:
         await asyncio.gather(drained, hurried, return_exceptions=True)
     finally:
         await gateway.stop()
+
+
+def _check_certificates(settings: GatewaySettings, metrics: Metrics) -> None:
+    """Raises InvalidArgument, before anything is loaded, saying what to do about one that cannot be used."""
+    ends = [settings.tls.check()] if settings.tls is not None else []
+    if settings.worker_tls is not None:
+        ends.append(settings.worker_tls.check(PeerName(GATEWAY, "")))
+    if ends:
+        metrics.certificate_end.set(min(ends))
 
 
 def _load_vision(path: str) -> VisionSpec | None:

@@ -24,6 +24,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     length: int
     rows: int
+    pixels: int = 0
     grid: tuple[int, ...] = ()
 
     @property
@@ -105,6 +106,7 @@ def items(
             start=place.start,
             length=place.length,
             rows=place.rows,
+            pixels=picture.size[0] * picture.size[1],
             grid=place.grid,
         )
         for i, (picture, place) in enumerate(zip(pictures, placements, strict=True))

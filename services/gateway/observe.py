@@ -4,21 +4,36 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from common.errors import Cancelled, EpdError
+from common.errors import Cancelled, EpdError, RateLimited
 from common.metrics import Metrics
 from epd.v1 import generation_pb2
 from services.gateway.accounting import Account
 
-_REFUSED = ("OVERLOADED", "DRAINING", "DUPLICATE_REQUEST")
+_REFUSED = ("OVERLOADED", "DRAINING", "DUPLICATE_REQUEST", "RATE_LIMITED")
+
+
+class TenantLabels:
+    """Tenants as values of a label, bounded: the first `max_tenants` seen, then "other"."""
+
+    def __init__(self, max_tenants: int) -> None:
+        self._max_tenants = max_tenants
+        self._tenants: set[str] = set()
+
+    def __call__(self, tenant: str) -> str:
+        if tenant in self._tenants:
+            return tenant
+        if len(self._tenants) >= self._max_tenants:
+            return "other"
+        self._tenants.add(tenant)
+        return tenant
 
 
 class Observer:
-    """Label values are bounded: models are those served, tenants the first `max_tenants` seen."""
+    """Label values are bounded: models are those served, tenants as in `TenantLabels`."""
 
     def __init__(self, metrics: Metrics, max_tenants: int) -> None:
         self._metrics = metrics
-        self._max_tenants = max_tenants
-        self._tenants: set[str] = set()
+        self._tenant = TenantLabels(max_tenants)
 
     @contextlib.contextmanager
     def in_flight(self, model: str) -> Iterator[None]:
@@ -58,16 +73,8 @@ class Observer:
         elif found is not None:
             if found.reason in _REFUSED:
                 metrics.refusals.labels(reason=found.reason).inc()
-            if found.http >= 429:  # the client's own mistakes are no miss of ours
+            if found.http >= 429 and not isinstance(found, RateLimited):  # the client's own doing is no miss of ours
                 metrics.slo_missed.labels(**labels, blame=found.reason).inc()
-
-    def _tenant(self, tenant: str) -> str:
-        if tenant in self._tenants:
-            return tenant
-        if len(self._tenants) >= self._max_tenants:
-            return "other"
-        self._tenants.add(tenant)
-        return tenant
 
 
 def _as_epd(error: BaseException | None) -> EpdError | None:

@@ -129,6 +129,8 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         raise InvalidArgument(f"{field or 'body'}: {message.partition(' - at')[0]}", field=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidArgument("the body is not valid JSON", field="") from None
+    except RecursionError:
+        raise InvalidArgument("the body is nested too deeply", field="") from None
 
 
 def chat_request(body: ChatBody) -> generation_pb2.GenerateRequest:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -52,6 +52,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int
     block_keys: Mapping[str, Sequence[bytes]]
     media: tuple[MediaItem, ...] = ()  # in prompt order
+    cache_bytes: int = 0  # that a worker may keep for the tenant; 0: no bound
 
     @property
     def single_token(self) -> bool:
@@ -68,6 +69,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             single_token=self.single_token,
             min_output_tokens=max(1, _sure_tokens(self.sampling) - output_tokens),
             exclude=exclude,
+            images=bool(self.media),
             prefer_prefill=prefer_prefill,
         )
 
@@ -86,8 +88,10 @@ class Preprocessor:
         threads: int,
         salt_secret: str,
         wait_seconds: float,
+        cache_bytes: Callable[[str], int] = lambda tenant: 0,
     ) -> None:
-        """specs: of the models that take images, by name."""
+        """specs: of the models that take images, by name. cache_bytes: of a tenant, see Prepared."""
+        self._cache_bytes = cache_bytes
         self.tokenizers = tokenizers
         self.specs = specs
         self._limits = limits
@@ -151,6 +155,7 @@ class Preprocessor:
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             stream_interval=request.stream_interval or 1,
             block_keys=keys,
+            cache_bytes=self._cache_bytes(tenant),
         )
 
     def _read(

@@ -1,12 +1,13 @@
 """The public gRPC services: GenerationService, and TraceService for the whole mesh."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
 import grpc
 
-from common.errors import EpdError, InvalidArgument, UnknownId
+from common import telemetry
+from common.errors import EpdError, UnknownId
 from common.policies.encoding import ENCODE
 from common.policies.routing import DECODE, PREFILL
 from common.rpc import deadline
@@ -15,37 +16,24 @@ from common.span_store import SpanStore
 from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
+from services.gateway.identity.identity import Identity
 from services.gateway.openai_format import ChatFormat, CompletionFormat
-from services.gateway.settings import DEFAULT_TENANT
 
 GENERATION_SERVICE = "epd.v1.GenerationService"
-TENANT_KEY = "x-epd-tenant"
-MAX_TENANT_CHARACTERS = 64
 _TRACE_SECONDS = 2.0
 _SHOWN_PREFIXES = (f"{ChatFormat.prefix}-", f"{CompletionFormat.prefix}-", "req-")
 
 
-def check_tenant(tenant: str | None) -> str:
-    """Raises InvalidArgument for what cannot be a tenant's name."""
-    if not tenant:
-        return DEFAULT_TENANT
-    if len(tenant) > MAX_TENANT_CHARACTERS or not tenant.isprintable():
-        raise InvalidArgument(
-            f"{TENANT_KEY} must be at most {MAX_TENANT_CHARACTERS} printable characters", field=TENANT_KEY
-        )
-    return tenant
-
-
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
-    def __init__(self, generator: Generator, fleet: Fleet) -> None:
+    def __init__(self, generator: Generator, fleet: Fleet, identity: Identity) -> None:
+        self._identity = identity
         self._generator = generator
         self._fleet = fleet
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        metadata = dict(context.invocation_metadata() or ())
-        tenant = check_tenant(metadata.get(TENANT_KEY))
+        tenant = self._identity.tenant_of(_metadata(context))
         responses = self._generator.generate(request, tenant=tenant, timeout_seconds=context.time_remaining())
         async with aclosing(responses):
             async for response in responses:
@@ -54,7 +42,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListModelsResponse:
-        return generation_pb2.ListModelsResponse(models=list_models(self._generator, self._fleet))
+        self._identity.tenant_of(_metadata(context))
+        return generation_pb2.ListModelsResponse(
+            models=list_models(self._generator, self._fleet), away=_away(self._fleet)
+        )
 
 
 def list_models(generator: Generator, fleet: Fleet) -> list[generation_pb2.Model]:
@@ -77,23 +68,39 @@ def list_models(generator: Generator, fleet: Fleet) -> list[generation_pb2.Model
     return found
 
 
-class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
-    """This gateway's spans and those of all workers."""
+def _away(fleet: Fleet) -> list[generation_pb2.AwayWorker]:
+    found = [
+        generation_pb2.AwayWorker(worker_id=worker.worker_id, why=worker.away) for worker in fleet.all() if worker.away
+    ]
+    found += [
+        generation_pb2.AwayWorker(worker_id=puller.worker_id, why=f"circuit {state}", owner=owner.worker_id)
+        for owner, puller, state in fleet.pairs.open()
+    ]
+    return found
 
-    def __init__(self, store: SpanStore, fleet: Fleet) -> None:
+
+class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
+    """This gateway's spans and those of all workers. Where keys are needed, a tenant sees what was done for it."""
+
+    def __init__(self, store: SpanStore, fleet: Fleet, identity: Identity) -> None:
+        self._identity = identity
         self._store = store
         self._fleet = fleet
 
     async def GetTrace(
         self, request: trace_pb2.GetTraceRequest, context: grpc.aio.ServicerContext
     ) -> trace_pb2.GetTraceResponse:
-        return await self.collect(request)
+        return await self.collect(request, _metadata(context))
 
-    async def collect(self, request: trace_pb2.GetTraceRequest) -> trace_pb2.GetTraceResponse:
-        """Spans by start. A worker that does not answer is left out. Raises UnknownId, InvalidArgument.
+    async def collect(
+        self, request: trace_pb2.GetTraceRequest, headers: Mapping[str, str]
+    ) -> trace_pb2.GetTraceResponse:
+        """Spans by start. A worker that does not answer is left out. Raises UnknownId, InvalidArgument and what
+        Identity.tenant_of does.
 
         A request is known by its own id and by the one its answer showed, `chatcmpl-…` or the like.
         """
+        tenant = self._identity.tenant_of(headers)
         trace_id = self._find(request)
         asked = trace_pb2.GetTraceRequest(trace_id=trace_id)
         workers = [worker for worker in self._fleet.all() if worker.up]
@@ -108,7 +115,11 @@ class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
                 spans.update((span.span_id, span) for span in answer.spans)
             elif not isinstance(answer, EpdError | grpc.aio.AioRpcError):
                 raise answer
-        if not spans:
+        if self._identity.required:
+            spans = done_for(tenant, spans)
+        if not spans:  # another tenant's are as good as none, and the answer is the same
+            if self._identity.required and request.WhichOneof("id") == "request_id":
+                raise UnknownId("no request with this id is kept here", field="request_id")
             raise UnknownId("no spans of this trace are kept in the mesh")
         ordered: list[trace_pb2.Span] = sorted(spans.values(), key=_start)
         return trace_pb2.GetTraceResponse(spans=ordered)
@@ -121,6 +132,34 @@ class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
             if label and (found := self._store.trace_of_request(label)):
                 return found
         return find_trace_id(self._store, request)
+
+
+def done_for(tenant: str, spans: Mapping[str, trace_pb2.Span]) -> dict[str, trace_pb2.Span]:
+    """Those of a trace, by their ids, that belong to a tenant: the nearest span above that names one names it.
+
+    Not the trace as a whole: its id, and what its first span hangs on, are the client's to choose.
+    """
+    owners: dict[str, str] = {"": ""}
+    for first in spans:
+        path = []
+        at = first
+        while at not in owners:
+            owners[at] = ""  # should the parents go round in a circle
+            path.append(at)
+            span = spans.get(at)
+            if span is None:
+                break
+            if named := span.attributes.get(telemetry.TENANT, ""):
+                owners[at] = named
+                break
+            at = span.parent_span_id
+        owner = owners.get(at, "")
+        owners.update(dict.fromkeys(path, owner))
+    return {span_id: span for span_id, span in spans.items() if owners[span_id] == tenant}
+
+
+def _metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return dict(context.invocation_metadata() or ())
 
 
 def _start(span: trace_pb2.Span) -> int:

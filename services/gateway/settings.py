@@ -1,14 +1,23 @@
 """How one gateway is set up."""
 
+from typing import Literal
+
 import msgspec
 
 from common.media.limits import MIB, MediaLimits
 from common.media.remote import RemoteSettings
+from common.policies.circuit import CircuitPolicy
+from common.policies.fairness import FairnessPolicy
+from common.policies.limits import TenantLimits
+from common.policies.retry_budget import RetryPolicy
 from common.policies.routing import RoutingPolicy
+from common.policies.silence import SilencePolicy
 from common.policies.slo import SloTarget
 from common.registry.settings import EtcdSettings
 from common.rpc.channel import KEEPALIVE_SECONDS
 from common.rpc.tls import TlsOptions
+from services.gateway.identity.settings import IdentitySettings
+from services.gateway.quota.settings import QuotaSettings
 
 DEFAULT_TENANT = "default"  # of requests that name none
 
@@ -23,6 +32,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     salt_secret: str = (
         ""  # tenant salts derive from it; empty: from their names alone, the default's is empty. Gateways share it
     )
+    identity: IdentitySettings = IdentitySettings()  # keys and their tenants
+    limits: dict[str, TenantLimits] = {}  # by tenant; those that the identity's source names win
+    other_limits: TenantLimits = TenantLimits()  # of each tenant that is named in neither
+    gateway_id: str = ""  # among gateways, each its own; empty: that of worker_tls' certificate, else drawn
+    quota: QuotaSettings = QuotaSettings()  # how gateways keep these limits together
     max_in_flight: int = 256  # requests at once; more are refused with Overloaded
     max_per_tenant: int = 0  # of those, by one tenant; 0: no bound of its own
     max_in_flight_bytes: int = 1024 * MIB  # of those, as they were sent: images stay in memory for another attempt
@@ -38,18 +52,27 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     hold_seconds: float = 30.0  # for room at decode or encode workers while all are full; then refused with Overloaded
     encode_hedge_seconds: float = 5.0  # until a slow encode worker's images go to another, too
     retry_backoff_seconds: float = 0.02  # before attempt 2; doubles, with jitter, up to a second
+    retries: RetryPolicy = RetryPolicy()  # how many of them there may be, by model
+    circuit: CircuitPolicy = CircuitPolicy()  # of each worker, and of each pair of which one pulls from the other
+    silence: SilencePolicy = SilencePolicy()  # of workers that have stopped, hang or cannot be reached
     drain_seconds: float = 30.0
     tokenizer_threads: int = 2
     buffered_tokens: int = 512  # not yet taken by a slow client; then the worker's stream is read no further
     routing: RoutingPolicy = RoutingPolicy()
+    fairness: FairnessPolicy = FairnessPolicy()  # who goes first while all workers are full
+    max_queued_tokens: int = 0  # of prompts that wait for room; 0: no bound of its own
+    # A request that would wait in the queue for longer than this is refused at once: its deadline (hold_seconds in any
+    # case), its TTFT target, or never.
+    refuse_by: Literal["deadline", "slo", "never"] = "deadline"
     slo: SloTarget = SloTarget()
     slo_models: dict[str, SloTarget] = {}  # by served name
     slo_tenants: dict[str, SloTarget] = {}  # by tenant; wins over the model's
     max_tenants: int = 1000  # labels in metrics; further tenants are counted as "other"
+    metrics_bind: str = ""  # host:port for /metrics; empty: at the HTTP edge, unless keys are needed there
     otlp_endpoint: str = ""
     trace_sample_ratio: float = 1.0
-    tls: TlsOptions | None = None  # of the gRPC server
-    worker_tls: TlsOptions | None = None  # towards workers
+    tls: TlsOptions | None = None  # of the public servers, gRPC and HTTPS
+    worker_tls: TlsOptions | None = None  # towards workers: a certificate of this gateway
 
     def slo_target(self, model: str, tenant: str) -> SloTarget:
         return self.slo_tenants.get(tenant) or self.slo_models.get(model) or self.slo

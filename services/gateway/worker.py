@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from common.cache.keys import INDEX_KEY_BYTES, KvLayout
+from common.cache.keys import KvLayout
+from common.policies.circuit import Circuit, CircuitPolicy
 from common.policies.encoding import ENCODE, EncoderView
 from common.policies.routing import DECODE, PREFILL, WorkerView
 from common.registry.record import WorkerRecord
+from common.rpc.tls import handshake_refusal
 from epd.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -22,12 +24,12 @@ from epd.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from services.gateway.block_index import BlockIndex
 from services.gateway.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _LAST_BACKOFF_SECONDS = 2.0
-_SILENCES = 3
 TELL_SECONDS = 5.0  # for a worker to take a word about a running call
 _WATCH_FIRST_SECONDS = 2.0  # for the first message of a watch
 
@@ -47,8 +49,9 @@ class Charge:
 
 
 class Worker:
-    """`up` while its Watch stream is there. A failed call marks it down at once; the watch is then tried again with
-    back-off until the registry forgets this life, so being down is never for good.
+    """`up` while its Watch stream is there. A call that nobody answers marks it down at once; the watch is then tried
+    again with back-off until the registry forgets this life, so being down is never for good. Neither is an open
+    circuit, of calls that fail although somebody is there, nor a suspicion, of one that has fallen silent.
     """
 
     def __init__(
@@ -56,27 +59,33 @@ class Worker:
         record: WorkerRecord,
         changed: Callable[[], None],
         loaded: Callable[[], None],
-        connect: Callable[[str], grpc.aio.Channel],
+        connect: Callable[[str, str], grpc.aio.Channel],
+        policy: CircuitPolicy | None = None,
     ) -> None:
         self.record = record
+        self._clock = asyncio.get_running_loop().time
+        self.circuit = Circuit(policy or CircuitPolicy(), random.random)
+        self._retry: asyncio.TimerHandle | None = None  # the circuit's
+        self.suspected = False  # of being stopped or cut off
+        self.beats = False  # it tells that it lives even when there is nothing else to tell
+        self.on_suspicion: set[Callable[[], None]] = set()  # of those who may do something else meanwhile
+        self.on_stuck: set[Callable[[], None]] = set()  # of those who should go elsewhere then
         self.identity = types_pb2.WorkerIdentity(worker_id=record.worker_id, incarnation=record.incarnation)
         self.keys_id = keys_id(record.layout)
         self.compat_id = record.compat_id
         self.up = False
         self.gone = False
         self.load = worker_pb2.Load()
-        self.cached: set[bytes] = set()
-        self.sequence = 0  # of the last block event applied
-        self._in_snapshot = False
+        self.index = BlockIndex(record.worker_id, record.num_blocks + record.embedding_rows)
         self._changed, self._loaded = changed, loaded
         self._charges: set[Charge] = set()
         self._attempts = 0  # that use the channel now
         self._unused = asyncio.Event()
         self._unused.set()
         self._reports = 0
-        self._silences = 0
-        self.heard_at = 0.0  # when the watch last told something; a working engine's load changes all the time
-        self._channel = connect(record.address)
+        self._refusal = ""  # why its certificate was not accepted
+        self.heard_at = self._clock()  # when the watch last told something
+        self._channel = connect(record.address, record.worker_id)
         self.encode = encode_pb2_grpc.EncodeServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
@@ -93,10 +102,21 @@ class Worker:
 
     @property
     def routable(self) -> bool:
-        return self.up and not self.gone and not self.load.draining and not self.record.draining
+        """Whether new work may go there."""
+        return not self.away and not self.load.draining and not self.record.draining
 
-    def view(self) -> WorkerView:
-        """What the router sees: the reported load and what was sent since."""
+    @property
+    def away(self) -> str:
+        """Why it gets nothing now though it does not want to leave; empty when it does."""
+        if self.gone or not self.up:
+            return "down"
+        if self.suspected:
+            return "silent"
+        now = self._clock()
+        return "" if self.circuit.allows(now) else f"circuit {self.circuit.state(now)}"
+
+    def view(self, unreachable: frozenset[str] = frozenset()) -> WorkerView:
+        """What the router sees: the reported load and what was sent since. unreachable: owners it cannot pull from."""
         record = self.record
         return WorkerView(
             worker_id=record.worker_id,
@@ -110,7 +130,8 @@ class Worker:
             pending_prefill_tokens=self.load.pending_prefill_tokens + sum(c.tokens for c in self._charges),
             active_blocks=self.load.active_blocks + sum(c.blocks for c in self._charges),
             free_blocks=self._free_blocks(),
-            cached=self.cached,
+            cached=self.index.keys,
+            unreachable=unreachable,
         )
 
     def encoder_view(self) -> EncoderView:
@@ -118,7 +139,7 @@ class Worker:
             worker_id=self.worker_id,
             total_rows=self.record.embedding_rows,
             pending_rows=self.load.pending_rows + sum(c.rows for c in self._charges),
-            cached=self.cached,
+            cached=self.index.keys,
         )
 
     def encodes_for(self, other: "Worker") -> bool:
@@ -144,6 +165,7 @@ class Worker:
         """Counts prefill tokens, decode blocks and rows to encode here until the worker's reports surely include them,
         or the end."""
         charge = Charge(self._reports, tokens, blocks, rows)
+        probe = self.circuit.began(self._clock())
         self._charges.add(charge)
         self._attempts += 1
         self._unused.clear()
@@ -151,6 +173,9 @@ class Worker:
             yield
         finally:
             self._charges.discard(charge)
+            self.circuit.ended(probe)
+            if probe:
+                self._changed()
             self._attempts -= 1
             if not self._attempts:
                 self._unused.set()
@@ -169,15 +194,36 @@ class Worker:
         if self._watch is not None:
             self._watch.cancel()
 
-    def silent(self) -> None:
-        """A call got no answer in time. Overload looks the same, so only several in a row count as being down."""
-        self._silences += 1
-        if self._silences >= _SILENCES:
-            self.mark_down("no answers in time")
+    def call_failed(self, began: float) -> None:
+        """A call that began then has failed in a way that speaks against this worker."""
+        now = self._clock()
+        if self.circuit.failed(began, now):
+            _log.warning("worker %s: calls fail, no more for %.1f s", self.worker_id, self.circuit.until - now)
+            if self._retry is not None:
+                self._retry.cancel()
+            self._retry = asyncio.get_running_loop().call_at(self.circuit.until, self._changed)
+            self._changed()
 
-    def heard(self) -> None:
-        """A call got an answer."""
-        self._silences = 0
+    def call_worked(self, began: float) -> None:
+        if self.circuit.succeeded(began, self._clock()):
+            _log.info("worker %s: calls succeed again", self.worker_id)
+            self._changed()
+
+    def suspect(self, suspected: bool) -> None:
+        """It has fallen silent, or has been heard again."""
+        if suspected == self.suspected:
+            return
+        self.suspected = suspected
+        _log.warning("worker %s %s", self.worker_id, "has fallen silent" if suspected else "is heard again")
+        self._changed()
+        if suspected:
+            for callback in list(self.on_suspicion):
+                callback()
+
+    def give_up(self) -> None:
+        """It has been silent for too long for those who wait for it."""
+        for callback in list(self.on_stuck):
+            callback()
 
     def mark_draining(self) -> None:
         if not self.load.draining:
@@ -191,13 +237,15 @@ class Worker:
             self._changed()
 
     async def close(self) -> None:
-        """Takes nothing new; the channel stays for the attempts that use it. Cancelled: closes it at once."""
-        self._task.cancel()
+        """Channel and watch stay for the attempts that use it. Cancelled: closes it at once."""
         try:
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._set_up(False)
             await self._unused.wait()
         finally:
+            self._task.cancel()
+            if self._retry is not None:
+                self._retry.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._set_up(False)
             if self.tokens is not None:
                 await self.tokens.close()
             await self._channel.close()
@@ -215,6 +263,7 @@ class Worker:
                 was_up = await self._follow()
             except grpc.aio.AioRpcError as error:
                 was_up = self.up
+                self._note_refusal(handshake_refusal(error.details() or ""))
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     _log.warning("watch of worker %s ended: %s", self.worker_id, error.code().name)
             except TimeoutError:
@@ -230,17 +279,22 @@ class Worker:
             backoff = _FIRST_BACKOFF_SECONDS if was_up else min(_LAST_BACKOFF_SECONDS, 2 * backoff)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
+    def _note_refusal(self, refusal: tuple[str, str] | None) -> None:
+        """Says so, once for each reason: whoever answers at this address is not whom the registry promised."""
+        if refusal and refusal[0] != self._refusal:
+            _log.error("%s, registered as worker %s, is refused: %s", self.record.address, self.worker_id, refusal[1])
+        self._refusal = refusal[0] if refusal else ""
+
     async def _follow(self) -> bool:
         """Reads one watch; returns when it ended or a gap showed. Whether the worker was up meanwhile."""
-        request = worker_pb2.WatchRequest(from_sequence=self.sequence, incarnation=self.record.incarnation)
+        request = worker_pb2.WatchRequest(from_sequence=self.index.sequence, incarnation=self.record.incarnation)
         watch = self._watch = self._worker_service.Watch(request)
-        self._in_snapshot = False
+        self.index.begin()
         try:
             async with asyncio.timeout(_WATCH_FIRST_SECONDS):
                 message = await watch.read()
             while message is not grpc.aio.EOF:
                 if not self._apply(message):
-                    self.sequence = 0
                     return True
                 # The snapshot or the missed events come before the load, so a worker that is up has its index.
                 if message.WhichOneof("event") == "load":
@@ -252,11 +306,16 @@ class Worker:
 
     def _apply(self, message: worker_pb2.WatchResponse) -> bool:
         """False when block events were missed."""
-        self.heard_at = asyncio.get_running_loop().time()
-        if message.WhichOneof("event") == "load":
-            self._on_load(message.load)
-            return True
-        return self._on_blocks(message.blocks)
+        self.heard_at = self._clock()
+        self.suspect(False)
+        match message.WhichOneof("event"):
+            case "load":
+                self._on_load(message.load)
+            case "blocks":
+                return self.index.apply(message.blocks)
+            case "beat":
+                self.beats = True
+        return True
 
     def _on_load(self, load: worker_pb2.Load) -> None:
         self._reports += 1
@@ -267,23 +326,3 @@ class Worker:
         if changed:
             self._changed()
         self._loaded()
-
-    def _on_blocks(self, blocks: worker_pb2.BlockEvents) -> bool:
-        if blocks.snapshot_start:
-            self.cached = set()
-            self.sequence = 0  # until its end: a watch that breaks off in between starts over
-            self._in_snapshot = True
-        if not self._in_snapshot:
-            if blocks.sequence > self.sequence + 1:
-                missed = f"{self.sequence + 1} to {blocks.sequence - 1}"
-                _log.warning("worker %s: block events %s missed", self.worker_id, missed)
-                return False
-            if blocks.sequence <= self.sequence:
-                return True  # known already
-        self.cached.difference_update(key[:INDEX_KEY_BYTES] for key in blocks.removed)
-        self.cached.update(key[:INDEX_KEY_BYTES] for key in blocks.stored)
-        if blocks.snapshot_end:
-            self._in_snapshot = False
-        if not self._in_snapshot:
-            self.sequence = blocks.sequence
-        return True

@@ -37,6 +37,7 @@ async def mesh(meshes: Meshes) -> AsyncIterator[LocalMesh]:
     async with meshes.make(
         config={"max_context": 1024},
         token_budget=2,
+        oldest_share=1.0,  # a short prompt queues behind a long one
         num_blocks=BLOCKS,
         gateway={"routing": RoutingPolicy(hold=False)},  # so that they queue at the decode worker, too
         worker={"throttle_bytes_per_second": BYTES_PER_SECOND, "handoff": patient},

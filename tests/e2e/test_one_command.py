@@ -119,3 +119,25 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(mesh: M
     assert refused.returncode == 2
     assert "config.json" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_the_same_under_tls(mesh: Mesh) -> None:
+    started = mesh.up("--tls")
+    assert started.returncode == 0, started.stdout + started.stderr
+    ca = mesh.run_dir / "certs" / "ca.pem"
+    assert str(ca) in started.stdout
+    assert "https://" in started.stdout
+    assert not (mesh.run_dir / "certs" / "ca.key").exists()
+
+    # Commands find the authority in the run directory, and the operator's certificate for what workers tell.
+    assert mesh.epd("generate", "Hello", "--max-tokens", "3").returncode == 0
+    status = mesh.epd("status").stdout
+    assert status.count("clean") == 2
+
+    elsewhere = Mesh(mesh.run_dir.parent / "elsewhere")
+    address = ("--address", mesh.state["grpc"])
+    refused = elsewhere.epd("health", *address)
+    assert refused.returncode == 1
+    assert "speaks TLS: name its authority with --ca" in refused.stderr
+    assert "of an authority that we do not trust" in elsewhere.epd("health", *address, "--ca", "system").stderr
+    assert "SERVING" in elsewhere.epd("health", *address, "--ca", str(ca)).stdout

@@ -29,7 +29,7 @@ def media(*names: str) -> tuple[MediaItem, ...]:
 def stage(
     mesh: Mesh, items: Sequence[MediaItem], exclude: frozenset[str] = frozenset()
 ) -> tuple[Encoding, AttemptRecord]:
-    request: Any = SimpleNamespace(media=tuple(items), model=MODEL, tenant="t", priority=0)
+    request: Any = SimpleNamespace(media=tuple(items), model=MODEL, tenant="t", priority=0, cache_bytes=0)
     record = AttemptRecord(attempt=1, started=0.0)
     key = types_pb2.RequestKey(request_id=b"r" * 16, leg=0, attempt=1)
     puller = mesh.gateway.fleet.get("p0")
@@ -68,7 +68,7 @@ async def test_a_known_picture_is_asked_for_without_its_file(mesh: Mesh) -> None
     worker.encoded.add(items[0].key)
     fleet_worker = mesh.gateway.fleet.get("e0")
     assert fleet_worker is not None
-    fleet_worker.cached.add(items[0].key[:16])
+    fleet_worker.index.keys.add(items[0].key[:16])
     encoding, record = stage(mesh, items)
     async with encoding.embeddings():
         pass
@@ -81,7 +81,7 @@ async def test_an_evicted_picture_is_sent_again(mesh: Mesh) -> None:
     items = media("a", "b")
     fleet_worker = mesh.gateway.fleet.get("e0")
     assert fleet_worker is not None
-    fleet_worker.cached.add(items[0].key[:16])
+    fleet_worker.index.keys.add(items[0].key[:16])
     encoding, record = stage(mesh, items)
     async with encoding.embeddings() as found:
         assert len(found) == 2

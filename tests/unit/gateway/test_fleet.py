@@ -63,8 +63,8 @@ async def test_b6_block_events_and_gaps(mesh: Mesh) -> None:
     worker = mesh.gateway.fleet.get("p0")
     await events(p, worker_pb2.BlockEvents(sequence=1, stored=keys(1, 2)))
     await events(p, worker_pb2.BlockEvents(sequence=2, stored=keys(3), removed=keys(1)))
-    await until(lambda: worker.sequence == 2)
-    assert worker.cached == set(keys(2, 3))
+    await until(lambda: worker.index.sequence == 2)
+    assert worker.index.keys == set(keys(2, 3))
     # A gap: the gateway watches again from 0 and takes the snapshot.
     p.next_blocks = [
         worker_pb2.BlockEvents(sequence=9, snapshot_start=True, stored=keys(7)),
@@ -75,8 +75,8 @@ async def test_b6_block_events_and_gaps(mesh: Mesh) -> None:
     await events(p, worker_pb2.BlockEvents(sequence=4, stored=keys(4)))
     await until(lambda: len(p.watches) > watches)
     assert p.watches[-1].from_sequence == 0
-    await until(lambda: worker.sequence == 9)
-    assert worker.cached == set(keys(7, 8))
+    await until(lambda: worker.index.sequence == 9)
+    assert worker.index.keys == set(keys(7, 8))
 
 
 async def test_b6_a_snapshot_broken_off_starts_over(mesh: Mesh) -> None:
@@ -84,12 +84,12 @@ async def test_b6_a_snapshot_broken_off_starts_over(mesh: Mesh) -> None:
     worker = mesh.gateway.fleet.get("p0")
     half = worker_pb2.BlockEvents(sequence=9, snapshot_start=True, stored=keys(7))
     await events(p, half)
-    await until(lambda: worker.cached == set(keys(7)))
+    await until(lambda: worker.index.keys == set(keys(7)))
     p.next_blocks = [half, worker_pb2.BlockEvents(sequence=9, snapshot_end=True, stored=keys(8))]
     worker.mark_down("test")
-    await until(lambda: worker.sequence == 9)
+    await until(lambda: worker.index.sequence == 9)
     assert p.watches[-1].from_sequence == 0
-    assert worker.cached == set(keys(7, 8))
+    assert worker.index.keys == set(keys(7, 8))
 
 
 async def test_b6_a_new_gateway_rebuilds_the_index(mesh: Mesh, model_dir) -> None:

@@ -265,10 +265,35 @@ def test_a_full_decode_worker_is_not_chosen() -> None:
 
 def test_hold_while_every_decode_worker_is_full() -> None:
     full = [view("p0"), view("d0", "d", free_blocks=0)]
-    assert route(full, ask(), POLICY) == Hold()
+    assert route(full, ask(), POLICY) == Hold("decode")
     # Nothing to wait for: no pair, or one worker does it all and queues by itself.
     assert route(full[1:], ask(), POLICY) is None
     assert route([*full, view("b0", "pd", free_blocks=0)], ask(), POLICY).reason == "local-only"
     assert route(full, ask(single_token=True), POLICY).kind == "prefill-only"
     # Where the decode workers' own queue is wanted.
     assert route(full, ask(), RoutingPolicy(hold=False)).decode.worker_id == "d0"
+
+
+def test_a_prefill_worker_takes_prompts_while_few_are_under_way() -> None:
+    """However long the next one is; any other worker with room is better than none."""
+    policy = RoutingPolicy(dispatch_tokens=100)
+    workers = [
+        view("p0", queued_tokens=100),
+        view("p1", queued_tokens=99, pending_prefill_tokens=9999),
+        view("d0", "d"),
+    ]
+    assert route(workers, ask(), policy).prefill.worker_id == "p1"
+    workers[1] = view("p1", queued_tokens=100)
+    assert route(workers, ask(), policy) == Hold("prefill")
+    assert route(workers, ask(single_token=True), policy) == Hold("prefill")
+    assert route([view("b0", "pd", queued_tokens=100)], ask(), policy) == Hold("prefill")
+    assert route([view("b0", "pd", queued_tokens=99)], ask(), policy).reason == "local-only"
+    assert route(workers, ask(), RoutingPolicy(dispatch_tokens=0)).kind == "disaggregated"
+    assert route(workers[2:], ask(), policy) is None
+
+
+def test_images_under_way_leave_room_for_text() -> None:
+    policy = RoutingPolicy(dispatch_tokens=100)
+    workers = [view("p0", encoding_tokens=100), view("d0", "d")]
+    assert route(workers, ask(), policy).kind == "disaggregated"
+    assert route(workers, ask(images=True), policy) == Hold("prefill")

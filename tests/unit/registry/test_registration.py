@@ -202,3 +202,15 @@ async def test_too_large_a_record_is_refused(etcd: EtcdForTests) -> None:
     async with registry(etcd.settings()) as opened:
         with pytest.raises(errors.InvalidArgument, match="65536"):
             await opened.register(record(model="m" * 70_000), TTL)
+
+
+async def test_a_lease_that_ran_out_before_the_entry_was_written(etcd: EtcdForTests) -> None:
+    """Found by chaos: told as what it is, so that the next round registers anew."""
+    connection = adapter.EtcdConnection(etcd.settings())
+    try:
+        lease = await connection.grant(TTL)
+        await connection.revoke(lease)
+        with pytest.raises(errors.UnknownId):
+            await connection.put_if_version(adapter.Entry("/epd/workers/gone", b"x", 0, lease))
+    finally:
+        await connection.close()

@@ -41,6 +41,10 @@ def new_key(attempt: int = 1, part: int = 0) -> TransferKey:
     return TransferKey(next(_requests).to_bytes(16, "big"), 0, attempt, part)
 
 
+def plain_channel(address: str, _: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address)
+
+
 def first_token(finish_reason: str | None = None) -> list[ChoiceTokens]:
     return [ChoiceTokens(choice=0, token_ids=[7], finish_reason=finish_reason)]
 
@@ -228,7 +232,7 @@ class Mesh:
             PULLER,
             pool,
             LAYOUT,
-            grpc.aio.insecure_channel,
+            plain_channel,
             channels=channels,
             run_dir=str(self.run_dir),
             bytes_per_second=bytes_per_second,

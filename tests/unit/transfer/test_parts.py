@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import msgspec
 import numpy as np
 import pytest
@@ -32,6 +31,7 @@ from tests.unit.transfer.mesh import (
     OwnerSide,
     Table,
     new_key,
+    plain_channel,
 )
 
 EMBEDDINGS = EmbeddingLayout(model="m", revision="r", dtype="float32", levels=2, hidden_size=24)
@@ -79,9 +79,7 @@ class EmbeddingPuller:
     def __init__(self, mesh: Mesh, channel: str, layout: EmbeddingLayout = EMBEDDINGS) -> None:
         self.pool = PoolMemory.create(layout.levels, POOL_BLOCKS, layout.unit_bytes)
         channels = ("shm", "grpc") if channel == "shm" else (channel,)
-        self.puller = Puller(
-            PULLER, self.pool, layout, grpc.aio.insecure_channel, channels=channels, run_dir=str(mesh.run_dir)
-        )
+        self.puller = Puller(PULLER, self.pool, layout, plain_channel, channels=channels, run_dir=str(mesh.run_dir))
 
     async def reserve(self, _: int) -> Reserved:
         return Reserved(seq="", blocks=[0, 1, 2], generations=[], hit_blocks=0, wait_seconds=0.0)

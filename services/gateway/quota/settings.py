@@ -1,0 +1,12 @@
+"""How gateways keep their tenants' limits together."""
+
+import msgspec
+
+
+class QuotaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The port is for other gateways alone; with TLS towards workers it has that, too."""
+
+    bind: str = "127.0.0.1:0"  # host:port to listen on; port 0: a free one
+    advertise: str = ""  # host that other gateways reach it by; empty: that of `bind`
+    lease_ttl_seconds: int = 10  # how long a dead gateway keeps its part of every limit
+    answer_seconds: float = 1.0  # for an owner to answer; then this gateway counts for itself
