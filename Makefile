@@ -2,13 +2,14 @@
 # make test    linters, types, protos and every test                 make test ARGS="tests/unit -k sampler"
 # make bench   measurements                                          make down: end a mesh started with ARGS=--detach
 # make chaos   the mesh under faults, every answer known             make chaos MINUTES=20 ARGS="--seed 1"
+# make fuzz    wrong input for every way in, new each time           make fuzz MINUTES=10 ARGS="--surface HTTP --seed 1"
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Of faults, for make chaos.
+# Of faults, for make chaos and make fuzz.
 MINUTES ?= 20
 # Index to take torch from, for example PyTorch's CPU builds; default: pip's own index.
 TORCH_INDEX ?=
@@ -22,10 +23,10 @@ export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/v1/*.proto)
 
-.PHONY: help up down test lint protos bench chaos train-vlm clean
+.PHONY: help up down test lint protos bench chaos fuzz train-vlm clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 up: $(VENV)/.local-stamp
 	@$(BIN)/epd up $(ARGS)
@@ -49,6 +50,9 @@ bench: $(VENV)/.dev-stamp
 
 chaos: $(VENV)/.dev-stamp
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.chaos --minutes $(MINUTES) $(ARGS)
+
+fuzz: $(VENV)/.dev-stamp
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 # The projector of picture-vlm, an hour or two; goes on where it was interrupted. Then commit the file it wrote.
 train-vlm: $(VENV)/.dev-stamp

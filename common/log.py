@@ -7,21 +7,29 @@ written, for their text may quote what they choked on.
 import json
 import logging
 import sys
+import threading
 import time
 import traceback
+from types import TracebackType
 from typing import TextIO
 
 from common.errors import EpdError
-from common.telemetry import current_trace_ids
 
-_QUIET = ("grpc", "etcd3aio", "opentelemetry", "urllib3", "httpx", "filelock", "transformers")
+# At DEBUG libraries tell what they work on: HTTP clients headers and addresses. Pillow is quieted in common/media.
+_QUIET = (
+    *("grpc", "etcd3aio", "opentelemetry", "urllib3", "httpx", "httpcore", "filelock", "transformers"),
+    *("uvicorn", "multipart", "torch"),
+)
 _LEVEL_COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "1;31", "DEBUG": "2"}
 
 
 def setup_logging(
     service: str, *, level: str = "INFO", as_json: bool | None = None, stream: TextIO | None = None
 ) -> None:
-    """Replaces the root logger's handlers. as_json None: JSON unless the stream (default stderr) is a terminal."""
+    """Replaces the root logger's handlers. as_json None: JSON unless the stream (default stderr) is a terminal.
+
+    What nobody catches is logged too, as everything is, instead of being printed with its text.
+    """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     use_json = not stream.isatty() if as_json is None else as_json
@@ -30,6 +38,21 @@ def setup_logging(
     logging.root.setLevel(level.upper())
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.root.level))
+    sys.excepthook = _uncaught
+    threading.excepthook = lambda found: _uncaught(found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException | None, stack: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt | SystemExit):
+        return
+    found = error if error is not None else kind()
+    logging.getLogger(__name__).critical("not caught: %s", kind.__name__, exc_info=(kind, found, stack))
+
+
+def _trace_ids() -> tuple[str, str]:
+    """Of the current span. Engines have no telemetry, and need not load it for their logs."""
+    found = sys.modules.get("common.telemetry")
+    return found.current_trace_ids() if found else ("", "")
 
 
 def safe_message(record: logging.LogRecord) -> str:
@@ -58,7 +81,7 @@ class JsonFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        trace_id, span_id = current_trace_ids()
+        trace_id, span_id = _trace_ids()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
@@ -81,7 +104,7 @@ class PrettyFormatter(logging.Formatter):
         self._colours = colours
 
     def format(self, record: logging.LogRecord) -> str:
-        trace_id, _ = current_trace_ids()
+        trace_id, _ = _trace_ids()
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = f"{record.levelname:<7}"
         if self._colours and record.levelname in _LEVEL_COLOURS:

@@ -21,6 +21,24 @@ async def first(*coroutines: Coroutine[Any, Any, Any]) -> int:
     return tasks.index(winner)
 
 
+async def together(*tasks: asyncio.Task[Any]) -> None:
+    """Returns when all have ended; a cancelled one counts as ended. The first failure cancels the others, is waited for
+    with them and raised.
+
+    Not asyncio.TaskGroup: up to Python 3.12 a child's failure leaves the parent with a cancellation that nobody asked
+    for, and the next timeout around it raises CancelledError instead of TimeoutError.
+    """
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await ended(*tasks)
+    if failed:
+        failed[0].result()
+
+
 async def unless(event: asyncio.Event | None, work: Coroutine[Any, Any, T]) -> T | None:
     """What the work returns or raises; None when the event is set first. The work has ended in every case."""
     task = asyncio.ensure_future(work)

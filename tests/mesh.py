@@ -88,6 +88,7 @@ class MeshClient:
 
     channel: Any
     stub: Any
+    metadata: Sequence[tuple[str, str]] = ()  # of every call: a key, where one is needed
 
     async def connect(self, address: str) -> None:
         self.channel = connect(address)
@@ -98,12 +99,12 @@ class MeshClient:
 
     def open(self, prompt: Sequence[int] | str, *, timeout: float = PATIENCE_SECONDS, **options: Any) -> Any:
         """The stream of one request, to be read by the test."""
-        return self.stub.Generate(request(prompt, **options), timeout=timeout)
+        return self.stub.Generate(request(prompt, **options), timeout=timeout, metadata=self.metadata)
 
     async def routable_workers(self) -> tuple[int, int]:
         """Prefill and decode workers that the gateway can send requests to; (0, 0) too while it cannot be reached."""
         try:
-            models = (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models
+            models = (await self.stub.ListModels(generation_pb2.ListModelsRequest(), metadata=self.metadata)).models
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
@@ -112,7 +113,7 @@ class MeshClient:
 
     async def encode_workers(self) -> int:
         """Encode workers that the gateway can send images to. It must be there."""
-        models = (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models
+        models = (await self.stub.ListModels(generation_pb2.ListModelsRequest(), metadata=self.metadata)).models
         return models[0].encode_workers if models else 0
 
     async def settled(self) -> None:

@@ -151,10 +151,12 @@ class ProcessMesh(MeshClient):
         by_role: Mapping[str, Mapping[str, Any]] | None = None,
         gateway: Mapping[str, Any] | None = None,
         encoder: Mapping[str, Any] | None = None,
+        key: str = "",
         **engine: Any,
     ) -> None:
         """worker, gateway: further settings of all; by_role: of the workers of a role; engine, encoder: their
-        settings."""
+        settings; key: this client's."""
+        self.metadata = (("authorization", f"Bearer {key}"),) if key else ()
         directory.mkdir(parents=True, exist_ok=True)
         self.etcd, self.model = etcd, model
         registry = {"endpoints": [etcd.endpoint], "prefix": f"/{directory.name}"}

@@ -4,7 +4,6 @@ Settings and layout come as the socket's first frame.
 """
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -15,11 +14,12 @@ import msgspec
 from common.encoder.loop import run_encoder
 from common.encoder.wire import Launch
 from common.engine.wire import read_frame
+from common.log import setup_logging
 from common.transfer.pool_memory import PoolMemory
 
 
 def main() -> None:
-    logging.basicConfig(level=os.environ.get("EPD_LOG_LEVEL", "INFO").upper())
+    setup_logging("encoder", level=os.environ.get("EPD_LOG_LEVEL", "INFO"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which drains and then ends us
     socket_fd, pool_fd = map(int, sys.argv[1:])
     sock = socket.socket(fileno=socket_fd)

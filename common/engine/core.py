@@ -13,7 +13,7 @@ from common.engine.prompt_media import read_media
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Limits, Sequence, State, Timings
 from common.engine.settings import EngineSettings
-from common.errors import Draining, DuplicateRequest, EngineFailed, EpdError
+from common.errors import Draining, DuplicateRequest, EngineFailed, EpdError, TransferFailed
 from common.sampling import ChoiceTokens
 from common.transfer.pool_memory import PoolMemory
 
@@ -109,8 +109,12 @@ class EngineCore:
         if sequence is None or sequence.state is not State.RESERVED:
             return  # cancelled meanwhile
         tokens = {each.choice: each for each in first}
-        if tokens.keys() != {choice.index for choice in sequence.choices}:
-            self._fail(sequence, EpdError("the first tokens do not match the reservation's choices"))
+        if tokens.keys() != {choice.index for choice in sequence.choices} or len(tokens) != len(first):
+            self._fail(sequence, TransferFailed("the first tokens do not match the reservation's choices"))
+            return
+        vocabulary = range(self.limits.vocab_size)
+        if not all(len(each.token_ids) == 1 and each.token_ids[0] in vocabulary for each in first):
+            self._fail(sequence, TransferFailed("the first tokens are not one of the vocabulary for each choice"))
             return
         for choice in sequence.choices:
             given = tokens[choice.index]

@@ -1,6 +1,7 @@
 """What an image file says of itself, read from its header: no pixel is decoded here."""
 
 import io
+import logging
 import warnings
 from typing import Any
 
@@ -38,6 +39,9 @@ _SIDEWAYS = range(5, 9)  # EXIF orientations that exchange width and height
 
 # Pillow warns of half of what it refuses; our own limit is lower and refuses.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# What is wrong with a file is told to whoever sent it. At DEBUG, Pillow also logs what the tags of a file say.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):

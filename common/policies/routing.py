@@ -223,9 +223,10 @@ def _best_pair(
 
 def _pick(scored: list[_Scored], request: RouteRequest, policy: RoutingPolicy) -> _Scored:
     """The cheapest; among equals the one that rendezvous hashing gives to this session, in any gateway."""
-    limit = min(score.cost for _, score in scored) + policy.tie_tokens
+    least = min(score.cost for _, score in scored)
     return max(
-        (item for item in scored if item[1].cost <= limit),
+        # A difference, since a sum with a huge cost could be rounded to less than the cost itself.
+        (item for item in scored if item[1].cost - least <= policy.tie_tokens),
         key=lambda item: (_rendezvous(request.affinity, item[0].worker_id), item[0].worker_id),
     )
 

@@ -177,7 +177,7 @@ def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class _Stream:
-    """A streaming call that is cancelled when the last reference to it goes.
+    """A streaming call that is cancelled when the last reference to it goes; an answer that is no message fails it.
 
     grpc.aio's own call object and its iterator refer to each other, so it alone would go on until the next collection.
     """
@@ -193,10 +193,21 @@ class _Stream:
     def __aiter__(self) -> _Stream:
         return self
 
-    def __anext__(self) -> Any:
+    async def __anext__(self) -> Any:
         if self._iterator is None:
             self._iterator = self._call.__aiter__()
-        return self._iterator.__anext__()
+        return self._readable(await self._iterator.__anext__())
+
+    async def read(self) -> Any:
+        return self._readable(await self._call.read())
+
+    def _readable(self, message: Any) -> Any:
+        """gRPC hands out None for an answer that it could not parse."""
+        if message is not None:
+            return message
+        self._call.cancel()
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the peer's answer cannot be read")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)

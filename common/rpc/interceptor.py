@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
+from grpc._cython import cygrpc
 
 from common import telemetry
 from common.errors import EpdError, InvalidArgument
@@ -115,6 +116,8 @@ def _guard_coroutine(
 async def _answer(error: BaseException, context: Any, method: str) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, cygrpc.ExecuteBatchError):
+        raise asyncio.CancelledError from None  # the call is over, and nobody there to hear more
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error  # this call itself was cancelled; otherwise one that the handler made was, and the caller must hear
@@ -123,5 +126,8 @@ async def _answer(error: BaseException, context: Any, method: str) -> NoReturn:
         _log.error("%s failed with %s", method, type(error).__name__, exc_info=error)
         found = _INTERNAL
     telemetry.current().metrics.call_errors.labels(method=method, reason=found.reason).inc()
-    await context.abort(found.status, found.message, to_metadata(found))
+    try:
+        await context.abort(found.status, found.message, to_metadata(found))
+    except cygrpc.ExecuteBatchError:
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returned")

@@ -10,7 +10,7 @@ from common import telemetry
 from common.cache.keys import token_hash
 from common.engine.client import EngineStream
 from common.engine.messages import Cancel, Commit, Done, Failed, Finish, Reserve, Reserved, Started, Submit, Tokens
-from common.errors import DuplicateRequest, EngineFailed, InvalidArgument, NotReady
+from common.errors import Cancelled, DuplicateRequest, EngineFailed, InvalidArgument, NotReady
 from common.rpc import wire
 from common.rpc.worker_context import WorkerContext, engine_error
 from common.sampling import ChoiceTokens, SamplingParams, merge
@@ -260,6 +260,9 @@ class _Run:
                         return event
                     case Failed():
                         raise engine_error(event)
+                    case Done():
+                        raise Cancelled("every choice was finished before its first token was there")
+        self.check_subscriber()
         raise EngineFailed("the engine ended while room was being reserved")
 
     def finished(self, done: Done) -> decode_pb2.DecodeResponse:

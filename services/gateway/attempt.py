@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from common.errors import EngineFailed, WorkerLost
+from common.tasks import together
 from epd.v1 import decode_pb2, prefill_pb2, types_pb2
 from services.gateway.accounting import AttemptRecord
 from services.gateway.call import CallFailed, WorkerCall
@@ -93,16 +94,18 @@ class Attempt:
         watched = [(worker, functools.partial(self._source_stuck, worker)) for worker in self._sources]
         for worker, callback in watched:
             worker.on_stuck.add(callback)
+        tasks: list[asyncio.Task[None]] = []
+        if self._decode is not None:
+            self._decode_task = asyncio.create_task(self._run_decode(self._decode))
+            tasks.append(self._decode_task)
+        if self._prefill is not None:
+            tasks.append(asyncio.create_task(self._run_prefill(self._prefill)))
         try:
-            async with asyncio.TaskGroup() as group:
-                if self._decode is not None:
-                    self._decode_task = group.create_task(self._run_decode(self._decode))
-                if self._prefill is not None:
-                    group.create_task(self._run_prefill(self._prefill))
-        except BaseExceptionGroup as failures:
+            await together(*tasks)
+        except Exception as failure:
             if self._finished:
                 return
-            raise self._cause or failures.exceptions[0] from None
+            raise self._cause or failure from None
         finally:
             for worker, callback in watched:
                 worker.on_stuck.discard(callback)
@@ -151,7 +154,7 @@ class Attempt:
             if {tokens.choice for tokens in finished.first if tokens.token_ids} != set(self._choices):
                 raise CallFailed(EngineFailed("prefill sampled no first token for a choice"), worker)
             call.worked()
-            self._deliver(finished.first)
+            self._deliver(worker, finished.first)
             self._first_tokens.set()
             if self._decode is not None:
                 early, self._early = self._early, []
@@ -216,7 +219,7 @@ class Attempt:
             self._decoding = True
             assert self._call is not None
             self._call.worked()
-        stopped = self._deliver(choices)
+        stopped = self._deliver(worker, choices)
         if stopped:
             self._tell_finished(worker, stopped)
         if self._finished:
@@ -244,7 +247,7 @@ class Attempt:
                 async with asyncio.timeout(_LAST_TOKENS_SECONDS):
                     await self._ended.wait()
 
-    def _deliver(self, items: Iterable[types_pb2.ChoiceTokens]) -> list[int]:
+    def _deliver(self, worker: Worker, items: Iterable[types_pb2.ChoiceTokens]) -> list[int]:
         """Hands tokens over; returns the choices that a stop string ended."""
         if not self._turn.take(self._record):
             return []  # too late: another attempt speaks
@@ -252,8 +255,11 @@ class Attempt:
         stopped = []
         for tokens in items:
             choice = self._choices.get(tokens.choice)
-            if choice is not None and choice.receive(tokens):
-                stopped.append(tokens.choice)
+            try:
+                if choice is not None and choice.receive(tokens):
+                    stopped.append(tokens.choice)
+            except EngineFailed as error:
+                raise CallFailed(error, worker) from None
         self._outbox.notify()
         return stopped
 

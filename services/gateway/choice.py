@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from common.errors import EngineFailed
 from common.models.tokenizer import Tokenizer
 from common.sampling import SamplingParams
 from epd.v1 import generation_pb2, types_pb2
@@ -10,6 +11,7 @@ from services.gateway.detokenize import detokenizer
 from services.gateway.stops import StopMatcher
 
 _RUNNING = types_pb2.FINISH_REASON_UNSPECIFIED
+_REASONS = (_RUNNING, types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH)
 
 
 class Choice:
@@ -59,9 +61,14 @@ class Choice:
         return bool(self._token_ids) and (self._first or len(self._token_ids) >= interval)
 
     def receive(self, tokens: types_pb2.ChoiceTokens) -> bool:
-        """Takes new tokens, each once and in order. True when a stop string ended the choice, unknown to its worker."""
+        """Takes new tokens, each once and in order. True when a stop string ended the choice, unknown to its worker.
+
+        Raises EngineFailed for an end of an unknown kind.
+        """
         if self.finished:
             return False
+        if tokens.finish_reason not in _REASONS:
+            raise EngineFailed("a choice ended for a reason that is not known here")
         ids = tokens.token_ids
         shown = ids
         if tokens.HasField("stop_token_id"):

@@ -9,7 +9,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind
 
 from common import telemetry
-from common.errors import DeadlineExceeded, EpdError
+from common.errors import Cancelled, DeadlineExceeded, EpdError
 from common.rpc import deadline
 from common.telemetry import Telemetry
 from epd.v1 import generation_pb2, types_pb2
@@ -20,7 +20,7 @@ from services.gateway.choice import Choice
 from services.gateway.observe import Observer
 from services.gateway.orchestrator import Orchestrator
 from services.gateway.outbox import Outbox
-from services.gateway.preprocess import Prepared, Preprocessor
+from services.gateway.preprocess import MAX_LABEL, Prepared, Preprocessor
 from services.gateway.quota.quota import Quota
 from services.gateway.settings import GatewaySettings
 
@@ -67,7 +67,9 @@ class _Life:
         self._request = request
         self._tenant = tenant
         self._timeout = timeout_seconds
-        self._label = request.request_id or f"req-{secrets.token_hex(12)}"
+        # One that is too long is refused, and must not be in a span before that.
+        given = request.request_id if len(request.request_id) <= MAX_LABEL else ""
+        self._label = given or f"req-{secrets.token_hex(12)}"
         self._loop = asyncio.get_running_loop()
         self._line = TimeLine(received=self._loop.time())
         self._outbox: asyncio.Future[Outbox] = self._loop.create_future()
@@ -86,7 +88,12 @@ class _Life:
                     yield generation_pb2.GenerateResponse(request_id=self._label, model=model, choices=deltas)
                     if not self._line.first_sent:
                         self._line.first_sent = self._loop.time()  # the client's transport has taken it
-            await task  # raises what it ended with
+            try:
+                await task  # raises what it ended with
+            except asyncio.CancelledError:
+                if (reader := asyncio.current_task()) is None or reader.cancelling():
+                    raise
+                raise Cancelled("a call made for this request was cancelled") from None
             yield self._last_message()
         finally:
             task.cancel()

@@ -15,6 +15,7 @@ from common.errors import EpdError, Overloaded, WorkerLost
 from common.policies.encoding import ENCODE
 from common.policies.retry_budget import RetryBudget
 from common.policies.routing import Plan, WorkerView
+from common.tasks import together
 from common.telemetry import Telemetry
 from epd.v1 import types_pb2
 from services.gateway.accounting import AttemptRecord
@@ -286,13 +287,7 @@ class _Leg:
             )
             for choice in self._choices
         ]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for leg in legs:
-                    group.create_task(leg.run())
-        except BaseExceptionGroup as failures:
-            error = failures.exceptions[0]
-            raise error if isinstance(error, EpdError) else failures from None
+        await together(*(asyncio.create_task(leg.run()) for leg in legs))
 
 
 def _not_again(error: EpdError) -> EpdError:

@@ -113,7 +113,7 @@ class MeshTraceService(trace_pb2_grpc.TraceServiceServicer):
         for answer in answers:
             if isinstance(answer, trace_pb2.GetTraceResponse):
                 spans.update((span.span_id, span) for span in answer.spans)
-            elif not isinstance(answer, EpdError | grpc.aio.AioRpcError):
+            elif answer is not None and not isinstance(answer, EpdError | grpc.aio.AioRpcError):  # None: not to be read
                 raise answer
         if self._identity.required:
             spans = done_for(tenant, spans)

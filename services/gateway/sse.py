@@ -97,11 +97,14 @@ async def _feed(position: int, stream: AsyncGenerator[T, None], queue: asyncio.Q
 async def _until(everything: asyncio.Future[Any], queue: asyncio.Queue[tuple[int, T]]) -> AsyncIterator[tuple[int, T]]:
     while True:
         waiting = asyncio.ensure_future(queue.get())
-        await asyncio.wait((waiting, everything), return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
+        try:
+            await asyncio.wait((waiting, everything), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            taken = waiting.done()
+            waiting.cancel()
+        if taken:
             yield waiting.result()
             continue
-        waiting.cancel()
         while not queue.empty():
             yield queue.get_nowait()
         everything.result()

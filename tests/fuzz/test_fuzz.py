@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from tests.fuzz.entries import Entries
 from tests.fuzz.surface import Ledger, play
 from tests.fuzz.tour import CI, opened
 from tests.fuzz.world import World, world
@@ -30,4 +31,5 @@ async def test_surface(name: str, mesh: World) -> None:
     async with opened(name, mesh) as surface:
         await play(surface, SEED, range(CI[name]), ledger)
     assert ledger.total == CI[name]
-    assert len(ledger.of(name)) > 1  # some were taken, some refused
+    if name != Entries.name:  # whose requests beside it all go well
+        assert len(ledger.of(name)) > 1  # some were taken, some refused
