@@ -45,14 +45,21 @@ def prompts(path: Path, count: int, length: int, seed: str, max_tokens: int = MA
     return found
 
 
-async def at_stage(workers: list[Role], stage: Callable[[Role], Awaitable[bool]]) -> Role:
-    """The first worker that is seen there."""
-    async with asyncio.timeout(30):
-        while True:
+class Missed(AssertionError):
+    """The machine was too busy to look in time."""
+
+
+async def at_stage(
+    workers: list[Role], stage: Callable[[Role], Awaitable[bool]], over: Callable[[], bool] = lambda: False
+) -> Role:
+    """The first worker that is seen there; `Missed` if it is over before one was seen."""
+    async with asyncio.timeout(120):
+        while not over():
             for worker in workers:
                 if await stage(worker):
                     return worker
             await asyncio.sleep(0)
+    raise Missed("no worker was seen at the stage before it was past")
 
 
 async def undisturbed(mesh: ProcessMesh, path: Path, running: list[Running]) -> list[Answer]:

@@ -1,7 +1,6 @@
 """Where the time of a real request went: hops add up, hardly anything is left over, and the client's clock agrees."""
 
 import asyncio
-from statistics import median
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 # As long as a real model's, so that 2 % means something.
 TIMED = TimedModel(base_seconds=0.01, seconds_per_prefill_token=0.0005, num_layers=3, vocab_size=512, max_context=4096)
-REQUESTS = 7
-ROUNDS = 4  # the machine is shared: one quiet round of REQUESTS is enough
+REQUESTS = 20
 
 
 async def timed_request(mesh: LocalMesh, prompt: list[int]) -> tuple[float, float, generation_pb2.Accounting]:
@@ -41,38 +39,30 @@ def hop(hops: Any, name: str) -> float:
     return sum(wire.hop_seconds(each) for each in hops if each.name == name)
 
 
-def slack(seconds: float, least: float) -> float:
-    return max(0.02 * seconds, least)
-
-
 @session
 @pytest.mark.parametrize("form", FORMS)
 async def test_hops_add_up_and_the_clients_clock_agrees(form: str, meshes: Meshes) -> None:
     mesh = await meshes.get(executor="timed", timed=TIMED, prefix_cache=False, **FORMS[form])
     await mesh.generate(range(100), max_tokens=3)  # connections, first imports
-    seen: list[str] = []
-    for _ in range(ROUNDS):
-        taken = [await timed_request(mesh, list(range(10 * i, 10 * i + 200))) for i in range(REQUESTS)]
-        for _, _, account in taken:  # exact, each time
-            assert sum(map(wire.hop_seconds, account.ttft_hops)) == pytest.approx(account.ttft_seconds, abs=1e-7)
-            assert sum(map(wire.hop_seconds, account.total_hops)) == pytest.approx(account.total_seconds, abs=1e-7)
-            assert all(wire.hop_seconds(each) >= 0 for each in [*account.ttft_hops, *account.total_hops])
-        left_ttft = median(hop(a.ttft_hops, names.UNATTRIBUTED) for _, _, a in taken)
-        left_total = median(hop(a.total_hops, names.UNATTRIBUTED) for _, _, a in taken)
-        off_ttft = median(abs(first - a.ttft_seconds) for first, _, a in taken)
-        off_total = median(abs(total - a.total_seconds) for _, total, a in taken)
-        ttft = median(first for first, _, _ in taken)
-        total = median(total for _, total, _ in taken)
-        seen.append(f"unattributed {left_ttft}, {left_total}; off {off_ttft}, {off_total}; of {ttft}, {total}")
-        if (
-            left_ttft <= slack(ttft, 0.002)
-            and left_total <= slack(total, 0.002)
-            and off_ttft <= slack(ttft, 0.003)
-            and off_total <= slack(total, 0.003)
+    taken: list[tuple[float, float, generation_pb2.Accounting]] = []
+    for i in range(REQUESTS):
+        first, total, account = await timed_request(mesh, list(range(10 * i, 10 * i + 200)))
+        taken.append((first, total, account))
+        for hops, seconds, clock in (
+            (account.ttft_hops, account.ttft_seconds, first),
+            (account.total_hops, account.total_seconds, total),
         ):
-            break
-    else:
-        raise AssertionError("\n".join(seen))
+            assert sum(map(wire.hop_seconds, hops)) == pytest.approx(seconds, abs=1e-7)
+            assert all(wire.hop_seconds(each) >= 0 for each in hops)
+            assert seconds <= clock  # the client began earlier, and heard of the end later
+    # What is left out is left out of every request, however busy the machine: the least that was seen counts.
+    for share in (
+        min(hop(a.ttft_hops, names.UNATTRIBUTED) / first for first, _, a in taken),
+        min(hop(a.total_hops, names.UNATTRIBUTED) / total for _, total, a in taken),
+        min((first - a.ttft_seconds) / first for first, _, a in taken),
+        min((total - a.total_seconds) / total for _, total, a in taken),
+    ):
+        assert share <= 0.02
     # Work is found where it was done: of 200 tokens at half a millisecond each.
     for _, _, account in taken:
         assert hop(account.ttft_hops, names.PREFILL_FORWARD) >= 0.1
