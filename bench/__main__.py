@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-NAMES = ("overlap", "overhead", "gateway", "load", "fairness", "irp", "embeddings", "accuracy")
+NAMES = ("overlap", "overhead", "gateway", "load", "fairness", "timing", "irp", "embeddings", "accuracy")
 
 
 def main() -> None:

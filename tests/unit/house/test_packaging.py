@@ -72,6 +72,18 @@ def test_compose_has_the_whole_mesh(compose: dict) -> None:
         assert published["host_ip"] == "127.0.0.1"
 
 
+def test_case_e4_roles_need_no_gpu_and_fetch_nothing(compose: dict) -> None:
+    services = compose["services"]
+    for role in ("gateway", "encode", "prefill", "decode"):
+        assert not {"deploy", "devices", "gpus", "runtime"} & set(services[role])
+        assert services[role]["read_only"] is True
+        models = [each for each in services[role]["volumes"] if each["target"] == "/models"]
+        assert [each["read_only"] for each in models] == [True]
+    assert services["model"]["command"][:2] == ["models", "get"]
+    assert services["model"]["restart"] == "no"
+    assert "HF_HUB_OFFLINE=1" in (ROOT / "docker" / "Dockerfile").read_text()
+
+
 def test_compose_pins_an_etcd_that_keeps_its_writes(compose: dict) -> None:
     tag = compose["services"]["etcd"]["image"].rpartition(":v")[2]
     assert tuple(map(int, tag.split("."))) >= (3, 5, 21)
