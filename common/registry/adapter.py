@@ -26,12 +26,13 @@ _GRPC_ERRORS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateE
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
-_CHANNEL_OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),  # a new client starts without an old one's back-off
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.max_receive_message_length", 128 * 1024 * 1024),  # bad values of others must not break a listing
-    ("grpc.enable_http_proxy", 0),
-]
+_CHANNEL_OPTIONS = {
+    "grpc.use_local_subchannel_pool": 1,  # a new client starts without an old one's back-off
+    "grpc.max_reconnect_backoff_ms": 1_000,
+    "grpc.max_receive_message_length": 128 * 1024 * 1024,  # bad values of others must not break a listing
+    "grpc.enable_http_proxy": 0,
+    "grpc.keepalive_permit_without_calls": 0,  # the library pings idle connections, which etcd takes for abuse
+}
 
 
 class WatchBroken(Exception):
@@ -198,7 +199,7 @@ class EtcdConnection:
         addresses = [address for endpoint in settings.endpoints for address in await _resolve(endpoint)]
         # One attempt: the retries are ours.
         client: Any = etcd3aio.Etcd3Client(addresses, rpc_max_attempts=1, **_tls(settings))
-        client._manager.grpc_options += _CHANNEL_OPTIONS
+        client._manager.grpc_options = list((dict(client._manager.grpc_options) | _CHANNEL_OPTIONS).items())
         await client.connect()
         if settings.user:
             try:

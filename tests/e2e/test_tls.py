@@ -1,6 +1,7 @@
 """A mesh of separate processes under TLS: exact tokens by encrypted channels, and whoever is not who it should be."""
 
 import asyncio
+import random
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,8 @@ from common.rpc.tls import TlsOptions
 from epd.v1 import (
     decode_pb2,
     decode_pb2_grpc,
+    encode_pb2,
+    encode_pb2_grpc,
     generation_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
@@ -37,14 +40,12 @@ from epd.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests import oracle
 from tests.certificates import mesh_certificates, tls_of
-from tests.e2e.running import prompts
+from tests.e2e.test_vlm_exact import Asked
 from tests.etcd import EtcdForTests
 from tests.processes import ProcessMesh, Role
 
 session = pytest.mark.asyncio(loop_scope="session")
-MAX_TOKENS = 8
 
 
 def files(tls: TlsOptions, **more: Any) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class TlsMesh(ProcessMesh):
     """Every process with its own certificate; etcd with a user for each of them."""
 
     def __init__(self, etcd: EtcdForTests, checkpoint: Path, directory: Path, authority: Authority) -> None:
-        super().__init__(etcd, checkpoint, directory, ("prefill", "decode"))
+        super().__init__(etcd, checkpoint, directory, ("encode", "prefill", "decode"))
         self.authority = authority
         for role in self.roles:
             mine = files(tls_of(authority, role.name))
@@ -88,10 +89,12 @@ class TlsMesh(ProcessMesh):
             return (await client.get(f"{self.http}/metrics")).text
 
     async def check_answers(self, checkpoint: Path, seed: str, count: int = 1) -> list[Any]:
-        found = []
-        for prompt in prompts(checkpoint, count, 40, seed, MAX_TOKENS):
-            answer = await self.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
-            assert answer.tokens == oracle.generate(checkpoint, prompt, MAX_TOKENS)
+        """Of requests with an image each, so that all channels between the workers are used."""
+        found, rng = [], random.Random(seed)
+        for _ in range(count):
+            asked = Asked(checkpoint, "one", rng)
+            answer = await asked.ask(self)
+            assert answer.tokens == asked.tokens
             found.append(answer)
         return found
 
@@ -99,10 +102,10 @@ class TlsMesh(ProcessMesh):
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mesh(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TlsMesh]:
     directory = tmp_path_factory.mktemp("tls")
-    authority = mesh_certificates(directory / "certs", ("prefill-0", "decode-0", "decode-1"))
+    authority = mesh_certificates(directory / "certs", ("encode-0", "prefill-0", "decode-0", "decode-1"))
     etcd = EtcdForTests(directory / "etcd", tls=tls_of(authority, "etcd"))
     await etcd.start()
-    made = TlsMesh(etcd, checkpoint("llama"), directory, authority)
+    made = TlsMesh(etcd, checkpoint("vlm-llava"), directory, authority)
     try:
         connection = EtcdConnection(made.registry_of("etcd"))
         await make_users(connection, made.registry_of("etcd"), issued_names(authority.directory))
@@ -118,12 +121,13 @@ async def mesh(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 @session
 async def test_exact_tokens_and_bytes_by_an_encrypted_channel(mesh: TlsMesh, checkpoint: Callable[..., Path]) -> None:
-    for answer in await mesh.check_answers(checkpoint("llama"), "tls", 2):
+    for answer in await mesh.check_answers(checkpoint("vlm-llava"), "tls", 2):
         stub = trace_pb2_grpc.TraceServiceStub(mesh.channel)
         spans = (await stub.GetTrace(trace_pb2.GetTraceRequest(trace_id=answer.accounting.trace_id))).spans
-        pulls = [span for span in spans if span.name == telemetry.TRANSFER_PULL]
-        assert [span.attributes[telemetry.TRANSFER_CHANNEL] for span in pulls] == ["grpc"]
-        assert int(pulls[0].attributes[telemetry.TRANSFER_BYTES]) > 0
+        for name in (telemetry.TRANSFER_PULL, telemetry.EMBEDDING_PULL):
+            pulls = [span for span in spans if span.name == name]
+            assert [span.attributes[telemetry.TRANSFER_CHANNEL] for span in pulls] == ["grpc"]
+            assert int(pulls[0].attributes[telemetry.TRANSFER_BYTES]) > 0
     await mesh.settled()
 
 
@@ -145,6 +149,7 @@ async def test_public_servers_speak_tls_only(mesh: TlsMesh) -> None:
 def _internal(channel: grpc.aio.Channel) -> Sequence[Any]:
     return (
         prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(prefill_pb2.PrefillRequest(), timeout=10),
+        encode_pb2_grpc.EncodeServiceStub(channel).Encode(encode_pb2.EncodeRequest(), timeout=10),
         decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_pb2.DecodeRequest(), timeout=10),
         transfer_pb2_grpc.TransferServiceStub(channel).Read(transfer_pb2.ReadRequest(), timeout=10),
         worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(), timeout=10),
@@ -161,7 +166,7 @@ async def test_a_clients_certificate_opens_no_internal_service(mesh: TlsMesh, ch
                         pass
                 if raised.value.code() is not grpc.StatusCode.UNIMPLEMENTED:  # of another role's service
                     assert isinstance(from_rpc(raised.value), PermissionDenied)
-    await mesh.check_answers(checkpoint("llama"), "clients")
+    await mesh.check_answers(checkpoint("vlm-llava"), "clients")
     await mesh.settled()
 
 
@@ -177,7 +182,7 @@ async def test_registered_under_anothers_name(mesh: TlsMesh, checkpoint: Callabl
         while 'epd_peer_refusals_total{reason="name"}' not in await mesh.metrics():
             await asyncio.sleep(0.05)
     assert await mesh.routable_workers() == (1, 1)
-    await mesh.check_answers(checkpoint("llama"), "thief", 2)
+    await mesh.check_answers(checkpoint("vlm-llava"), "thief", 2)
     assert "registered as worker decode-1, is refused: its certificate is another's" in mesh.gateway.log.read_text()
     await thief.close()
     await registry.close()
