@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -176,6 +176,17 @@ def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return None
 
 
+async def _readable(message: Awaitable[Any], call: Any) -> Any:
+    """gRPC hands out None for an answer that it could not parse. No method of `_Stream`: the traceback of an error that
+    it lets through would keep the stream, and with it the call, alive."""
+    found = await message
+    if found is not None:
+        return found
+    call.cancel()
+    nothing = grpc.aio.Metadata()
+    raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the peer's answer cannot be read")
+
+
 class _Stream:
     """A streaming call that is cancelled when the last reference to it goes; an answer that is no message fails it.
 
@@ -193,21 +204,13 @@ class _Stream:
     def __aiter__(self) -> _Stream:
         return self
 
-    async def __anext__(self) -> Any:
+    def __anext__(self) -> Any:
         if self._iterator is None:
             self._iterator = self._call.__aiter__()
-        return self._readable(await self._iterator.__anext__())
+        return _readable(self._iterator.__anext__(), self._call)
 
-    async def read(self) -> Any:
-        return self._readable(await self._call.read())
-
-    def _readable(self, message: Any) -> Any:
-        """gRPC hands out None for an answer that it could not parse."""
-        if message is not None:
-            return message
-        self._call.cancel()
-        nothing = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the peer's answer cannot be read")
+    def read(self) -> Any:
+        return _readable(self._call.read(), self._call)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)

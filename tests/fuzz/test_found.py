@@ -78,8 +78,9 @@ async def test_an_answer_that_cannot_be_parsed_fails_the_call() -> None:
     await server.start()
     async with connect(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        stream = stub.Watch(worker_pb2.WatchRequest())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Watch(worker_pb2.WatchRequest()).read()
+            await stream.read()
         with pytest.raises(grpc.aio.AioRpcError):
             async for _ in stub.Watch(worker_pb2.WatchRequest()):
                 pass

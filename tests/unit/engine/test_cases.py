@@ -418,7 +418,7 @@ def test_a_commit_with_other_choices_is_refused(engine):
     engine.reserve("s", prompt(40), choices=[0, 1])
     engine.run()
     engine.send(msg.Commit(seq="s", first=[ChoiceTokens(choice=0, token_ids=[30])]))
-    assert engine.failed["s"].reason == "INTERNAL"
+    assert engine.failed["s"].reason == "TRANSFER_FAILED"
 
 
 def test_draining_admits_nothing_new():
