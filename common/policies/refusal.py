@@ -12,7 +12,7 @@ import math
 import msgspec
 
 _HORIZON_SECONDS = 5.0  # of the moving average
-_WARM_SECONDS = 1.0  # of waiting, before a rate is believed
+_WARM_SECONDS = 3.0  # of the average, some 4.6 in all, before it is believed: at first nothing has ended yet
 _STALE_SECONDS = 60.0  # without anything waiting: then it is measured anew
 _LEAST_HINT_SECONDS = 0.1
 _LONGEST_HINT_SECONDS = 60.0

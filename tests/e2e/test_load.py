@@ -109,7 +109,8 @@ async def test_all_are_answered_within_the_bounds(form: str, meshes: Meshes, che
 @session
 async def test_a_small_pool_only_makes_them_wait(meshes: Meshes, checkpoint: Any) -> None:
     """200 requests over a pool that holds a few: waiting, preemption and eviction change no token."""
-    mesh = await meshes.get(num_blocks=24, **FORMS["disaggregated"])
+    patient = {"refuse_by": "never", "hold_seconds": PATIENCE_SECONDS}
+    mesh = await meshes.get(num_blocks=24, gateway=patient, **FORMS["disaggregated"])
     known = prompts(checkpoint)
     asked = [known[i % len(known)] for i in range(MANY)]
     answers = await asyncio.gather(
