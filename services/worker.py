@@ -133,11 +133,11 @@ class Worker:
             https = settings.tls.prometheus_options() if settings.tls is not None else {}
             http, _ = tel.metrics.serve(settings.host, settings.metrics_port, **https)
             cleanup.callback(http.shutdown)
-        # Healthy before listed: whoever finds this worker in the registry can call it.
-        await server.set_serving(True)
         registry = EtcdRegistry(settings.etcd, tel.metrics)
         cleanup.push_async_callback(registry.close)
         await registry.start()
+        # Healthy before listed: whoever finds this worker in the registry can call it.
+        await server.set_serving(True)
         self._registration = await registry.register(
             context.record, settings.lease_ttl_seconds, on_alive=self._on_alive
         )

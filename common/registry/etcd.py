@@ -1,6 +1,7 @@
 """The registry of the mesh: who is a member, by leases in etcd."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -13,7 +14,10 @@ from common.registry.registration import M, Registration
 from common.registry.settings import EtcdSettings
 from common.registry.watch import DEFAULT_GRACE_SECONDS, OnChange, Watch
 
+_log = logging.getLogger(__name__)
+
 DEFAULT_TTL_SECONDS = 10
+_SILENT_SECONDS = 2.0  # of waiting for etcd at the start, before we say so
 
 
 class EtcdRegistry:
@@ -28,9 +32,19 @@ class EtcdRegistry:
         """Waits until etcd answers. Raises Unavailable naming the endpoints, RegistryRefused, InvalidArgument."""
         patient = msgspec.structs.replace(self._settings, call_timeout_seconds=self._settings.connect_timeout_seconds)
         connection = EtcdConnection(patient)
+        answer = asyncio.ensure_future(connection.get(self._settings.workers_prefix))
         try:
-            await connection.get(self._settings.workers_prefix)
+            await asyncio.wait((answer,), timeout=_SILENT_SECONDS)
+            if not answer.done():
+                _log.warning(
+                    "etcd at %s does not answer yet; waiting for it, %.0f s at most",
+                    ", ".join(self._settings.endpoints),
+                    self._settings.connect_timeout_seconds,
+                )
+            await answer
         finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
             await connection.close()
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from common.registry.settings import EtcdSettings
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Member)
+_PAUSE_SECONDS = 0.2  # between attempts at the start, each of which has waited already
 
 
 class _Replaced(Exception):
@@ -41,6 +42,7 @@ class Registration(Generic[M]):
         self._value = encode(record)
         self._written = b""  # the value that etcd has
         self._ttl = ttl_seconds
+        self._patience = settings.connect_timeout_seconds
         self._on_alive = on_alive
         self._told: bool | None = None
         self._connection = EtcdConnection(settings)
@@ -60,9 +62,10 @@ class Registration(Generic[M]):
         return time.monotonic() < self._alive_until
 
     async def start(self) -> None:
-        """Registers. Raises Unavailable or RegistryRefused when that fails within the call timeout."""
+        """Registers, and says so; says that it has not, while etcd is away. Raises Unavailable after the settings'
+        connect_timeout_seconds, RegistryRefused."""
         try:
-            await self._renew(first=True)
+            await self._register()
         except BaseException:
             await self._connection.close()
             raise
@@ -70,6 +73,18 @@ class Registration(Generic[M]):
             asyncio.create_task(self._keep(), name="registration"),
             asyncio.create_task(self._tell(), name="registration-alive"),
         ]
+
+    async def _register(self) -> None:
+        end = time.monotonic() + self._patience
+        while True:
+            try:
+                return await self._renew(first=True)
+            except errors.Unavailable as error:
+                if time.monotonic() >= end:
+                    raise
+                _log.warning("%s is not registered yet: %s", self._record.entry_id, error.message)
+                self._report()
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     async def update(self, record: M, timeout_seconds: float = 5.0) -> None:
         """Replaces the record, for example by a draining one.

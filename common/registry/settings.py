@@ -20,7 +20,7 @@ class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True):
     cert_file: str = ""  # of this client, for mutual TLS
     key_file: str = ""
     server_name: str = ""  # expected in the server's certificate; default: the first endpoint's host
-    connect_timeout_seconds: float = 10.0  # at start; later, retries never end
+    connect_timeout_seconds: float = 60.0  # at start, with a model loaded by then; later, retries never end
     call_timeout_seconds: float = 5.0  # of one call with its retries
 
     def __post_init__(self) -> None:

@@ -191,6 +191,25 @@ async def test_unreachable_etcd_is_named(etcd: EtcdForTests) -> None:
             await EtcdRegistry(etcd.settings(endpoints=(endpoint,), connect_timeout_seconds=0.5)).start()
 
 
+async def test_a_start_waits_for_an_etcd_that_is_away(etcd: EtcdForTests) -> None:
+    """A worker has its model loaded by then: it tells that it is not ready, and registers when etcd is back."""
+    told: list[bool] = []
+    async with registry(etcd.settings(call_timeout_seconds=0.3)) as opened:
+        await etcd.kill()
+        starting = asyncio.create_task(opened.register(record(), TTL, on_alive=told.append))
+        await eventually(lambda: told == [False])
+        await etcd.start()
+        assert (await starting).alive
+        await eventually(lambda: told == [False, True])
+
+
+async def test_a_start_does_not_wait_for_ever(etcd: EtcdForTests) -> None:
+    async with registry(etcd.settings(call_timeout_seconds=0.2, connect_timeout_seconds=0.4)) as opened:
+        await etcd.kill()
+        with pytest.raises(errors.Unavailable, match=etcd.endpoint):
+            await opened.register(record(), TTL)
+
+
 @pytest.mark.parametrize("worker_id", ["", "a/b"])
 async def test_worker_ids_that_are_no_keys_are_refused(etcd: EtcdForTests, worker_id: str) -> None:
     async with registry(etcd.settings()) as opened:
