@@ -21,7 +21,7 @@ export EPD_RUN_DIR ?= $(CURDIR)/.run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
-SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/v1/*.proto)
+SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/*/*.proto)
 
 .PHONY: help up down test lint protos bench chaos fuzz train-vlm clean
 
