@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 
@@ -72,7 +73,7 @@ def _message(
     asked: Asked, model: str, choices: Sequence[_Choice], last: generation_pb2.GenerateResponse | None = None
 ) -> pb.ModelInferResponse:
     made = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=asked.id)
-    values = {
+    values: dict[str, list[Any]] = {
         "text_output": ["".join(choice.text).encode() for choice in choices],
         "finish_reason": [choice.reason for choice in choices],
         "output_ids": [token_id for choice in choices for token_id in choice.token_ids],
