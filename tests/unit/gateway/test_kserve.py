@@ -212,6 +212,7 @@ BAD: dict[str, tuple[pb.ModelInferRequest, str]] = {
     "no prompt": (infer(None), "text_input"),
     "two prompts": (infer(tensors={"input_ids": ("INT32", [1])}), "text_input"),
     "unknown input": (infer(tensors={"colour": ("BYTES", [b"red"])}), "colour"),
+    "a name that is no header": (infer(tensors={"é\n ": ("BYTES", [b"red"])}), "??"),
     "unknown parameter": (infer(colour="red"), "colour"),
     "unknown output": (infer(outputs=["colour"]), "outputs"),
     "given twice": (infer(tensors={"max_tokens": ("INT32", [1])}, max_tokens=2), "max_tokens"),
