@@ -21,9 +21,9 @@ export EPD_RUN_DIR ?= $(CURDIR)/.run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
-SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/v1/*.proto)
+SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/*/*.proto)
 
-.PHONY: help up down test lint protos bench chaos fuzz train-vlm clean
+.PHONY: help up down test lint protos bench chaos fuzz train-vlm docs clean
 
 help:
 	@sed -n '1,5s/^# //p' Makefile
@@ -58,6 +58,10 @@ fuzz: $(VENV)/.dev-stamp
 train-vlm: $(VENV)/.dev-stamp
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m training $(ARGS)
 	OMP_NUM_THREADS=2 $(BIN)/python -m training.evaluate
+
+# What docs/ has of the code's own words.
+docs: $(VENV)/.dev-stamp
+	$(BIN)/python -m tests.configuration
 
 protos: $(VENV)/.dev-stamp
 	$(BIN)/python setup.py --version

@@ -15,7 +15,7 @@ def generate() -> None:
     flags = [f"--{kind}_out={ROOT}" for kind in ("python", "pyi", "grpc_python")]
     if protoc.main(["protoc", f"-I{ROOT / 'protos'}", f"-I{include}", *flags, *map(str, sources)]):
         raise SystemExit("protoc failed")
-    for package in (ROOT / "epd", ROOT / "epd" / "v1"):
+    for package in {ROOT / "epd", *(ROOT / source.parent.relative_to(ROOT / "protos") for source in sources)}:
         (package / "__init__.py").touch()
 
 

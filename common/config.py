@@ -1,6 +1,7 @@
 """Settings of a role from, in rising order: its defaults, a TOML file, the environment, the options of its command."""
 
 import os
+import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,12 @@ import msgspec
 from common.errors import InvalidArgument
 
 T = TypeVar("T", bound=msgspec.Struct)
+SECTIONS = ("worker", "gateway")  # of a file
+# Begin as a section's variables do and are others': the etcd server's program, and what Kubernetes sets for a service.
+_FOREIGN = re.compile(
+    r"(EPD_ETCD_BINARY|EPD_\w+_SERVICE_(HOST|PORT\w*)|EPD_\w+_PORT_\d+_(TCP|UDP)\w*)=.*|EPD_\w+_PORT=(tcp|udp):.*",
+    re.DOTALL,
+)
 
 
 def load(
@@ -27,7 +34,7 @@ def load(
     file: TOML whose table [section] names fields, nested structs as tables below it.
     environ: EPD_<SECTION>_<FIELD>, nested fields joined by "_"; lists are comma-separated, tables JSON.
     options: fields by name, nested ones as "engine.num_blocks"; None counts as not given.
-    Raises InvalidArgument naming the source and the field.
+    Raises InvalidArgument naming the source and the field, also for what is no setting.
     """
     known = dict(_fields(kind))
     values: dict[str, Any] = {}
@@ -51,6 +58,11 @@ def load(
         raise InvalidArgument(f"{where}: {message}", field=name) from None
 
 
+def variable_of(section: str, name: str) -> str:
+    """The environment's name of a setting, given its dotted one."""
+    return f"EPD_{section}_{name.replace('.', '_')}".upper()
+
+
 def _fields(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, type) of every leaf; a nested struct is walked, a union with None as what it holds."""
     hints = get_type_hints(kind)
@@ -72,11 +84,15 @@ def _struct_of(hint: Any) -> Any:
 
 def _read_section(file: str, section: str) -> dict[str, Any]:
     try:
-        found = tomllib.loads(Path(file).read_text()).get(section, {})
+        tables = tomllib.loads(Path(file).read_text())
     except OSError as error:
         raise InvalidArgument(f"{file} cannot be read: {error.strerror}", field="config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{file} is not valid TOML: {error}", field="config") from None
+    for name in tables:
+        if name not in SECTIONS:
+            raise InvalidArgument(f"{file}: there is no table [{name}]; there are {', '.join(SECTIONS)}", field=name)
+    found = tables.get(section, {})
     if not isinstance(found, dict):
         raise InvalidArgument(f"{file}: [{section}] must be a table", field="config")
     return found
@@ -95,10 +111,14 @@ def _flat(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") 
 
 def _from_environ(section: str, known: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, hint in known.items():
-        variable = f"EPD_{section}_{name.replace('.', '_')}".upper()
-        if (text := environ.get(variable)) is None:
+    named = {variable_of(section, name): name for name in known}
+    for variable, text in environ.items():
+        if not variable.startswith(variable_of(section, "")) or _FOREIGN.fullmatch(f"{variable}={text}"):
             continue
+        if variable not in named:
+            raise InvalidArgument(f"the environment: {variable} is no setting of [{section}]", field=variable)
+        name = named[variable]
+        hint = known[name]
         origin = get_origin(hint)
         if origin in (tuple, list):
             found[name] = [part.strip() for part in text.split(",") if part.strip()]

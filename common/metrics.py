@@ -93,7 +93,7 @@ class Metrics:
             "epd_transfer_seconds", "Duration of a pull.", ("channel",), buckets=HOP_BUCKETS, registry=registry
         )
         self.transfer_failures = Counter(
-            "epd_transfer_failures_total", "Pulls that failed.", ("channel", "reason"), registry=registry
+            "epd_transfer_failures_total", "Pulls that failed.", ("reason",), registry=registry
         )
 
         # who calls
@@ -137,10 +137,14 @@ class Metrics:
         )
 
         # state
-        self.queue_depth = Gauge("epd_queue_depth", "Entries waiting.", ("queue",), registry=registry)
+        self.queue_depth = Gauge("epd_queue_depth", "What waits in a worker.", ("queue",), registry=registry)
         self.kv_blocks = Gauge(
             "epd_kv_blocks", "KV blocks by state: free, cached, active, held.", ("state",), registry=registry
         )
+        self.embedding_rows = Gauge(
+            "epd_embedding_rows", "Rows of an embedding pool: free, cached, held.", ("state",), registry=registry
+        )
+        self.running_choices = Gauge("epd_running_choices", "Choices in the engine's batch.", registry=registry)
         self.engine_steps = Counter("epd_engine_steps_total", "Steps of the engine.", registry=registry)
         self.preemptions = Counter("epd_preemptions_total", "Sequences preempted.", registry=registry)
         self.workers = Gauge("epd_workers", "Workers known to the gateway.", ("model", "role"), registry=registry)

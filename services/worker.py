@@ -20,6 +20,7 @@ from common.rpc.peer_name import WORKER, PeerName
 from common.rpc.server import Server, make_server
 from common.rpc.trace_service import TraceService
 from common.rpc.worker_context import WorkerContext, new_incarnation
+from common.rpc.worker_metrics import publish_load
 from common.rpc.worker_service import WorkerService
 from common.span_store import SpanStore
 from common.tasks import first
@@ -109,6 +110,7 @@ class Worker:
         await transfers.start(cleanup)
         record = await describe(settings, computing, identity)
         self.context = context = WorkerContext(record, computing.engine, computing.encoder)
+        publish_load(context, tel.metrics)
         pulse: EnginePulse | None = None
         if computing.engine is not None:
             pulse = EnginePulse(computing.engine, settings.hang_seconds)

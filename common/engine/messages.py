@@ -228,6 +228,7 @@ class LoadReport(Event):
     held_blocks: int = 0
     total_blocks: int = 0
     steps: int = 0
+    preemptions: int = 0
 
 
 class Inspected(Event):

@@ -22,6 +22,7 @@ def load(scheduler: Scheduler, kv: KvManager, pool: BlockPool, steps: int) -> ms
         held_blocks=pool.held,
         total_blocks=pool.num_blocks,
         steps=steps,
+        preemptions=scheduler.preempted,
     )
 
 

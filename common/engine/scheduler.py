@@ -43,6 +43,7 @@ class Scheduler:
         self.newly_started: list[Sequence] = []
         self.newly_reserved: list[Sequence] = []
         self.failed: list[tuple[Sequence, EpdError]] = []
+        self.preempted = 0  # choices, in all
         self._admitted_at = clock()
         self._admission_seconds = 0.1  # moving average of the time between two admissions
 
@@ -176,6 +177,7 @@ class Scheduler:
         self.running.remove(choice)
         self._kv.free(choice)
         choice.preemptions += 1
+        self.preempted += 1
         choice.computed = choice.indexed = 0
         choice.prefilling = True
         sequence = choice.sequence

@@ -52,7 +52,7 @@ class Hop(msgspec.Struct, frozen=True):
     attempt: int = 0  # of those that sent tokens; the hops of two are kept apart
 
 
-class SloTarget(msgspec.Struct, frozen=True, kw_only=True):
+class SloTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ttft_seconds: float = 0.5
     tpot_seconds: float = 0.05
 

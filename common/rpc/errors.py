@@ -32,15 +32,21 @@ _BY_STATUS: dict[grpc.StatusCode, type[EpdError]] = {
 
 
 def to_metadata(error: EpdError) -> tuple[tuple[str, str], ...]:
-    """Trailing metadata of an error's status. Field names are ASCII; anything else is dropped by gRPC's rules."""
+    """Trailing metadata of an error's status. A field may be a name that the caller made up: what gRPC does not take in
+    a header, it would drop with a line in the log."""
     found = [(REASON_KEY, error.reason)]
-    if error.field:
-        found.append((FIELD_KEY, error.field.encode("ascii", "replace").decode()))
+    if field := _header(error.field):
+        found.append((FIELD_KEY, field))
     if error.retry_after_seconds is not None:
         found.append((RETRY_AFTER_KEY, str(max(0, math.ceil(error.retry_after_seconds * 1000 - 1e-6)))))
-    if error.peer:
-        found.append((PEER_KEY, error.peer.encode("ascii", "replace").decode()))
+    if peer := _header(error.peer):
+        found.append((PEER_KEY, peer))
     return tuple(found)
+
+
+def _header(text: str) -> str:
+    """Printable ASCII, "?" for anything else, without spaces around it."""
+    return "".join(each if " " <= each <= "~" else "?" for each in text).strip()
 
 
 def from_rpc(error: grpc.aio.AioRpcError) -> EpdError:

@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 
+from common import telemetry
+from common.errors import EpdError
 from common.policies.handoff.tables import Attempts
 from common.policies.handoff.terms import HandoffLimits
 from common.transfer.channel import RateLimit
@@ -76,6 +78,9 @@ class Puller:
         try:
             with self._peers.use(target.address, target.owner) as peer:
                 return await Pull(self, target, peer, reserve).run()
+        except EpdError as error:
+            telemetry.current().metrics.transfer_failures.labels(reason=error.reason).inc()
+            raise
         finally:
             del self._running[key]
             self._attempts.end(key)

@@ -17,6 +17,7 @@ from common.rpc.lag import LoopLag
 from common.rpc.peer_name import GATEWAY, PeerName
 from common.rpc.server import Server, make_server
 from common.span_store import SpanStore
+from epd.inference import inference_pb2_grpc
 from epd.v1 import generation_pb2_grpc, trace_pb2_grpc
 from services.gateway.admission import Admission
 from services.gateway.fleet import Fleet
@@ -24,6 +25,7 @@ from services.gateway.generation import Generator
 from services.gateway.http import HttpEdge
 from services.gateway.http_server import HttpServer, serve_metrics
 from services.gateway.identity.identity import Identity
+from services.gateway.kserve.service import INFERENCE_SERVICE, InferenceService
 from services.gateway.orchestrator import Orchestrator
 from services.gateway.preprocess import Preprocessor
 from services.gateway.pulse import Pulse
@@ -126,6 +128,8 @@ class Gateway:
         server = self._server = make_server(telemetry=tel, tls=settings.tls, receive_bytes=settings.media.message_bytes)
         service = GenerationService(self.generator, self.fleet, self.identity)
         server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, GENERATION_SERVICE)
+        inference = InferenceService(self.generator, self.fleet, self.identity)
+        server.add(inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, inference, INFERENCE_SERVICE)
         server.add(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces, "epd.v1.TraceService")
         await server.start(settings.grpc_bind)
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)

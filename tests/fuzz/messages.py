@@ -100,8 +100,12 @@ def _change_list(rng: Random, target: Message, field: FieldDescriptor) -> None:
 
 def _fill_map(rng: Random, target: Message, field: FieldDescriptor) -> None:
     key, value = field.message_type.fields_by_name["key"], field.message_type.fields_by_name["value"]
+    held: Any = getattr(target, field.name)
     for _ in range(rng.choice((1, 3, 1100))):
-        getattr(target, field.name)[values.scalar(rng, key)] = values.scalar(rng, value)
+        if value.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+            invent(rng, held[values.scalar(rng, key)], _DEEPEST)
+        else:
+            held[values.scalar(rng, key)] = values.scalar(rng, value)
 
 
 def invent(rng: Random, message: Message, depth: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The gateway's gRPC: generation, traces, health, reflection."""
+"""The gateway's gRPC: generation, natively and by KServe's protocol, traces, health, reflection."""
 
 import base64
 from random import Random
@@ -8,12 +8,14 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from epd.inference import inference_pb2
 from epd.v1 import generation_pb2, trace_pb2, types_pb2
 from tests.fuzz import messages, values
 from tests.fuzz.calls import CALL_SECONDS, call
 from tests.fuzz.oracle import check_rpc, check_words
 from tests.fuzz.surface import Surface
 from tests.fuzz.world import World, picture
+from tests.kserve import infer
 from tests.mesh import MODEL
 
 _NOT_FOUND = (grpc.StatusCode.NOT_FOUND, "")  # health has no reasons
@@ -52,6 +54,39 @@ def generate(rng: Random) -> generation_pb2.GenerateRequest:
     return made
 
 
+def inference(rng: Random) -> tuple[str, list[Any]]:
+    """A method of KServe's service and valid messages for it."""
+    if rng.random() < 0.15:
+        name = rng.choice(("ModelReady", "ModelMetadata", "ServerReady", "ServerLive", "ServerMetadata"))
+        asked = getattr(inference_pb2, f"{name}Request")()
+        if name.startswith("Model"):
+            asked.name = MODEL
+        return f"/inference.GRPCInferenceService/{name}", [asked]
+    text: str | None = "the quick é fox"
+    tensors: dict[str, tuple[str, list[Any]]] = {"max_tokens": ("INT32", [2])}
+    match rng.randrange(4):
+        case 0:
+            text, tensors["input_ids"] = None, (rng.choice(("INT32", "INT64")), [37, 38, 39])
+        case 1:
+            text, tensors["image"] = f"{_MARKER}what?", ("BYTES", [picture()])
+        case 2:
+            tensors["sampling_parameters"] = (
+                "BYTES",
+                [b'{"temperature": 0.5, "stop": ["\xc3\xa9"], "logit_bias": {"5": 2}}'],
+            )
+    outputs = rng.sample(("text_output", "output_ids", "output_log_probs", "num_output_tokens"), rng.randrange(3))
+    streams = rng.random() < 0.5
+    sent = [
+        infer(text, raw=rng.random() < 0.5, model=MODEL, tensors=tensors, outputs=outputs, n=rng.choice((1, 2)), seed=3)
+        for _ in range(rng.choice((1, 1, 3)) if streams else 1)
+    ]
+    if not streams:
+        return "/inference.GRPCInferenceService/ModelInfer", sent
+    for each in sent:
+        each.parameters["streaming"].bool_param = rng.random() < 0.7
+    return "/inference.GRPCInferenceService/ModelStreamInfer", sent
+
+
 class PublicGrpc(Surface):
     name = "gRPC, public"
 
@@ -61,6 +96,8 @@ class PublicGrpc(Surface):
     def _asked(self, rng: Random) -> tuple[str, list[Any]]:
         """A method and valid messages for it."""
         choice = rng.random()
+        if choice < 0.25:
+            return inference(rng)
         if choice < 0.7:
             return "/epd.v1.GenerationService/Generate", [generate(rng)]
         if choice < 0.75:
@@ -97,10 +134,21 @@ class PublicGrpc(Surface):
         if "Generate" in method:
             for answer in outcome.answers:
                 check_words(generation_pb2.GenerateResponse.FromString(answer).request_id[:300])
+        if method.endswith("/ModelStreamInfer"):
+            for answer in outcome.answers:
+                _check_told(inference_pb2.ModelStreamInferResponse.FromString(answer))
         return outcome.label
 
     async def alive(self) -> None:
         await self._world.alive()
+
+
+def _check_told(told: inference_pb2.ModelStreamInferResponse) -> None:
+    """An error within a stream is as a status would be."""
+    if told.error_message:
+        parameters = told.infer_response.parameters
+        status = grpc.StatusCode[parameters["status"].string_param]
+        check_rpc(status, parameters["epd-reason"].string_param, told.error_message)
 
 
 def _metadata(rng: Random) -> list[tuple[str, str | bytes]]:

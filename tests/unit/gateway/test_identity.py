@@ -14,6 +14,7 @@ import yaml
 
 from common.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from common.metrics import Metrics
+from epd.inference import inference_pb2, inference_pb2_grpc
 from epd.v1 import generation_pb2, trace_pb2, trace_pb2_grpc
 from services.commands import keys as commands
 from services.gateway.identity.identity import Identity
@@ -22,6 +23,7 @@ from services.gateway.identity.settings import IdentitySettings
 from services.gateway.service import done_for
 from tests.etcd import eventually
 from tests.fakes import MODEL
+from tests.kserve import infer
 from tests.unit.gateway.conftest import Mesh, ask, generate, refusal
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -81,13 +83,20 @@ async def test_without_a_good_key_nothing_is_answered(closed: Mesh, keys: Keys, 
     code, trailing, _ = await refusal(closed, ask(max_tokens=1), metadata=metadata)
     assert (code, trailing["epd-reason"]) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     traces = trace_pb2_grpc.TraceServiceStub(closed.channel)
+    kserve = inference_pb2_grpc.GRPCInferenceServiceStub(closed.channel)
     for call in (
+        kserve.ModelInfer(infer(max_tokens=1), metadata=metadata),
+        kserve.ModelStreamInfer(iter([infer(max_tokens=1)]), metadata=metadata).read(),
+        kserve.ModelReady(inference_pb2.ModelReadyRequest(name=MODEL), metadata=metadata),
+        kserve.ModelMetadata(inference_pb2.ModelMetadataRequest(name=MODEL), metadata=metadata),
+        kserve.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata),
         closed.stub.ListModels(generation_pb2.ListModelsRequest(), metadata=metadata),
         traces.GetTrace(trace_pb2.GetTraceRequest(trace_id="0" * 32), metadata=metadata),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert (await kserve.ServerReady(inference_pb2.ServerReadyRequest())).ready
     async with httpx.AsyncClient(base_url=f"http://{closed.gateway.http_address}", timeout=20) as http:
         for method, path in (
             ("POST", "/v1/chat/completions"),

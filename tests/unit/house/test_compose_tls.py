@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[3]
 WORKERS = ("encode", "prefill", "decode")
@@ -40,10 +41,10 @@ def test_each_has_its_own_key_alone(services: dict) -> None:
     for name, service in services.items():
         mounted = {v["source"] for v in service.get("volumes", []) if v.get("source", "").startswith("certs-")}
         if name == "certs":
-            assert len(mounted) == 6
+            assert len(mounted) == 7
         elif name == "rights":
             assert mounted == {"certs-ca"}
-        elif name in ("etcd", "gateway", *WORKERS):
+        elif name in ("etcd", "gateway", "prometheus", *WORKERS):
             assert mounted == {f"certs-{name}"}
         else:
             assert not mounted
@@ -55,3 +56,13 @@ def test_workers_have_the_ids_of_their_certificates(services: dict) -> None:
     for name in WORKERS:
         assert f"--worker-id={name}" in services[name]["command"]
         assert services[name]["healthcheck"]["test"][-2:] == ["--name", name]
+
+
+def test_prometheus_knows_each_by_its_certificates_name(services: dict) -> None:
+    (mounted,) = [v for v in services["prometheus"]["volumes"] if v["target"] == "/etc/prometheus/prometheus.yaml"]
+    for job in yaml.safe_load(Path(mounted["source"]).read_text())["scrape_configs"]:
+        name = job["job_name"]
+        assert (job["scheme"], job["tls_config"]["server_name"]) == ("https", name)
+        assert job["static_configs"][0]["targets"] == [f"{name}:{8000 if name == 'gateway' else 9100}"]
+        assert ("cert_file" in job["tls_config"]) is (name != "gateway")
+    assert "issue client prometheus" in services["certs"]["command"][0]

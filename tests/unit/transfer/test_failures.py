@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from common import telemetry
 from common.errors import EngineFailed, Overloaded, TransferFailed
 from common.policies.handoff.terms import HandoffLimits
 from common.rpc import wire
@@ -71,8 +72,11 @@ async def test_prefill_failure_is_told_at_once(mesh: Mesh) -> None:
     await owner.table.until(lambda: owner.table.state(key).streaming)
     publication.fail(EngineFailed("details of the engine"))
     publication.fail(EngineFailed("again"))
+    failures = telemetry.current().metrics.transfer_failures.labels(reason="TRANSFER_FAILED")
+    before = failures._value.get()
     error = await fails(pulling, owner, side)
     assert "ENGINE_FAILED" in str(error)
+    assert failures._value.get() == before + 1
     assert "details" not in str(error)
     assert owner.releases == 1
 
