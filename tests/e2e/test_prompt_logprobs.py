@@ -1,4 +1,4 @@
-"""Log probabilities of prompts through the whole mesh, against transformers' own logits; what the prompt's end may be."""
+"""Log probabilities of prompts through the whole mesh, against transformers' own logits; chats that go on."""
 
 from pathlib import Path
 from typing import Any

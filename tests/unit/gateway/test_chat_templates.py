@@ -1,4 +1,4 @@
-"""Chats as transformers' apply_chat_template renders them: thirty and more cases over templates of six models' manners."""
+"""Chats as transformers' apply_chat_template renders them: thirty cases over templates in six models' manners."""
 
 from collections.abc import Callable
 from pathlib import Path
