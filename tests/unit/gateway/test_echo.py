@@ -69,9 +69,8 @@ async def test_a_worker_that_does_not_know_it_fails_the_attempt(mesh: Mesh) -> N
     old.scores = False
     new = await mesh.add("p1", ["prefill"])
     for _ in range(3):
-        assert (
-            len((await generate(mesh, ask("hello", max_tokens=2, prompt_logprobs=0))).responses[0].prompt.logprobs) == 4
-        )
+        result = await generate(mesh, ask("hello", max_tokens=2, prompt_logprobs=0))
+        assert len(result.responses[0].prompt.logprobs) == 4
     assert new.calls
 
 

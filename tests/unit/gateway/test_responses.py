@@ -81,7 +81,7 @@ async def test_the_events_of_a_stream(mesh: Mesh, http: httpx.AsyncClient) -> No
         "response.output_item.done",
         "response.completed",
     ]
-    assert len(deltas) == 4  # a character each
+    assert 1 <= len(deltas) <= 4  # a character each, or several that came together
     assert "".join(event["delta"] for event in deltas) == "안녕 🙂"
     assert {event["item_id"] for event in deltas} == {found[-1]["response"]["output"][0]["id"]}
     assert found[0]["response"] | {"status": "completed", "output": 0, "usage": 0} == found[-1]["response"] | {
