@@ -10,6 +10,7 @@ MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_PROMPT_LOGPROBS = 262_144  # entries of one prompt, alternatives included: about 3 MB on the wire
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
+    prompt_logprobs: int | None = None  # likewise, of the prompt's tokens
 
     @property
     def greedy(self) -> bool:
@@ -50,6 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _range("min_tokens", self.min_tokens, 0, None)
         if self.top_logprobs is not None:
             _range("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidArgument(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", field="logit_bias"
@@ -64,6 +68,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         for token in self.stop_token_ids:
             _range("stop_token_ids", token, 0, vocab_size - 1)
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raises InvalidArgument when the prompt's log probabilities would be too many."""
+        entries = tokens * (1 + (self.prompt_logprobs or 0))
+        if self.prompt_logprobs is not None and entries > MAX_PROMPT_LOGPROBS:
+            raise InvalidArgument(
+                f"prompt_logprobs {self.prompt_logprobs} of {tokens} tokens are {entries} entries; "
+                f"at most {MAX_PROMPT_LOGPROBS}",
+                field="prompt_logprobs",
+            )
 
 
 def _range(name: str, value: Any, low: float, high: float | None, *, open_low: bool = False, field: str = "") -> None:
@@ -85,6 +99,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     top: tuple[TopLogprob, ...] = ()
+    rank: int = 0  # of a prompt's token: 1 + how many are likelier
 
 
 class ChoiceTokens(msgspec.Struct, kw_only=True):
@@ -95,6 +110,7 @@ class ChoiceTokens(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None  # "stop" | "length", with the last token
     stop_token_id: int | None = None  # the token that ended it, when one did
+    prompt_logprobs: list[TokenLogprob] | None = None  # with the first tokens: of every prompt token but the first
 
 
 def merge(parts: list[ChoiceTokens]) -> list[ChoiceTokens]:

@@ -108,6 +108,7 @@ class FakeWorker(
         self.cached_tokens = 0
         self.step_tokens = 1
         self.logprobs = False
+        self.scores = True
         self.hops: dict[str, float] = {}
         self.store = SpanStore()
         self.telemetry = telemetry.Telemetry("fake", telemetry.TracerProvider(shutdown_on_exit=False), self.store)
@@ -207,6 +208,7 @@ class FakeWorker(
             await self.prefill_gate.wait()
             start = len(request.output_token_ids)
             first = [self._tokens(choice, start, 1, sampling) for choice in request.choices]
+            self._score(first, request, sampling)
             message = prefill_pb2.PrefillFinished(
                 first=wire.all_to_proto(first), cached_tokens=self.cached_tokens, hops=self._hops("prefill", "cache")
             )
@@ -249,6 +251,8 @@ class FakeWorker(
                     if tokens.finish_reason:
                         del positions[choice]
                 made += 1
+                if made == 1 and not pulls:
+                    self._score(step, request, sampling)
                 if step:
                     message = decode_pb2.DecodeTokens(choices=wire.all_to_proto(step))
                     yield decode_pb2.DecodeResponse(tokens=message)
@@ -304,6 +308,16 @@ class FakeWorker(
             if sampling.max_tokens is not None and i + 1 >= sampling.max_tokens:
                 return self._message(choice, ids, "length", None)
         return self._message(choice, ids, None, None)
+
+    def _score(self, first: list[ChoiceTokens], request: Any, sampling: SamplingParams) -> None:
+        """A prompt's tokens are each the second best, unless this worker is too old to know."""
+        if sampling.prompt_logprobs is not None and self.scores:
+            first[0].prompt_logprobs = [
+                TokenLogprob(
+                    i, -1.5, (TopLogprob((i + 1) % 256, -0.5), TopLogprob(i, -1.5))[: sampling.prompt_logprobs], 2
+                )
+                for i in request.prompt_token_ids[1:]
+            ]
 
     def _message(self, choice: int, ids: list[int], reason: str | None, stop: int | None) -> ChoiceTokens:
         entries = None

@@ -39,6 +39,7 @@ class Answer:
     usage: generation_pb2.Usage
     accounting: generation_pb2.Accounting
     messages: int
+    prompt: generation_pb2.Prompt | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -49,6 +50,9 @@ async def collect(stream: Any) -> Answer:
     answer = Answer({}, generation_pb2.Usage(), generation_pb2.Accounting(), 0)
     async for message in stream:
         answer.messages += 1
+        if message.HasField("prompt"):
+            assert answer.prompt is None
+            answer.prompt = message.prompt
         for delta in message.choices:
             choice = answer.choices.setdefault(delta.index, Choice())
             choice.tokens += delta.token_ids
@@ -70,10 +74,11 @@ def request(
     n: int = 1,
     stop: Sequence[str] = (),
     priority: int = 0,
+    echo: bool = False,
     **sampling: Any,
 ) -> Any:
     """A GenerateRequest; greedy unless a temperature is given."""
-    made = generation_pb2.GenerateRequest(model=model, n=n, stop=stop, priority=priority)
+    made = generation_pb2.GenerateRequest(model=model, n=n, stop=stop, priority=priority, echo=echo)
     if isinstance(prompt, str):
         made.text = prompt
     else:

@@ -74,6 +74,13 @@ def generate(
     return _clear_tokens(out, len(prompt))
 
 
+def logits(checkpoint: Path, ids: Sequence[int]) -> torch.Tensor:
+    """Of every position, float32 [len(ids), vocab_size]."""
+    with torch.inference_mode():
+        found: torch.Tensor = reference_model(checkpoint)(torch.tensor([list(ids)])).logits[0]
+    return found
+
+
 def _clear_tokens(out: Any, prompt_length: int) -> list[int]:
     for scores in out.scores:
         best = scores[0].topk(2).values

@@ -1,5 +1,6 @@
 """The engine: commands change its queues, steps compute and yield events."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -188,20 +189,25 @@ class EngineCore:
         items: list[tuple[str, ChoiceTokens]] = []
         ended: list[Sequence] = []
         prefilled: list[tuple[Sequence, list[ChoiceTokens]]] = []
-        for row, sampled in zip(batch.rows, results, strict=True):
+        for number, (row, sampled) in enumerate(zip(batch.rows, results, strict=True)):
             sequence = row.choice.sequence
             if sequence.seq not in self.sequences:
                 continue  # another row of it failed just now
             tokens = [token for token in sampled if token is not None]
-            if len(tokens) < len(sampled):
+            scores = batch.scored.get(number, [])
+            if len(tokens) < len(sampled) or any(math.isnan(entry.logprob) for entry in scores):
                 self._fail(sequence, EpdError("the model's output is not finite for this request"), poisoned=True)
                 continue
             row.choice.computed = row.end
+            if scores:
+                sequence.take_scores(row.start, scores)
             self.kv.index(row.choice)
             if not row.samples:
                 continue
             first = not sequence.forked
             new = [answers.token(choice, token, self.limits) for choice, token in zip(row.samples, tokens, strict=True)]
+            if sequence.scores_prompt:
+                new[0].prompt_logprobs = sequence.prompt_logprobs
             sequence.timings.note_step(begin, now, prefill=first)
             row.choice.prefilling = False
             self._free_embeddings(sequence)

@@ -1,7 +1,7 @@
 """What the engine asks of whatever computes its steps."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from common.engine.prompt_media import ImageRules
@@ -24,14 +24,24 @@ class Row(NamedTuple):
     def published(self) -> bool:
         return self.choice.sequence.publish and self.choice.prefilling
 
+    @property
+    def scored(self) -> list[int]:
+        """Prompt tokens whose log probability is wanted from this row: those after its positions, in order."""
+        sequence = self.choice.sequence
+        return sequence.prompt[self.start + 1 : self.end + 1] if sequence.scores_prompt else []
+
 
 @dataclass(slots=True)
 class Batch:
-    """Work of one step. Decode rows (one token each, `decodes` of them) come first, then prefill chunks."""
+    """Work of one step. Decode rows (one token each, `decodes` of them) come first, then prefill chunks.
+
+    scored: filled by the executor: by a row's number the log probabilities of the tokens that it wants scored.
+    """
 
     step: int
     rows: list[Row]
     decodes: int
+    scored: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
     @property
     def published(self) -> list[Row]:
@@ -65,6 +75,7 @@ class Executor(Protocol):
 
     def execute(self, batch: Batch, layer_done: Callable[[int], None]) -> list[list[Sampled | None]]:
         """Computes the rows. For every row one entry per choice in `samples`; None where the logits were not finite.
+        Fills batch.scored.
 
         In a by_layer batch layer_done(n) is called once layers [0, n) of all published rows are in the pool's shared
         memory; when it returns, all layers of all published rows are.

@@ -20,7 +20,7 @@ class KvManager:
 
     def hits(self, choice: Choice) -> list[int]:
         """Cached blocks that the choice's tokens may start from."""
-        if not self._prefix_cache:
+        if not self._prefix_cache or choice.sequence.scores_prompt:
             return []
         keys = choice.extend_keys(self._size, choice.length)
         return self._pool.lookup(keys[: hit_limit(choice.length, self._size)])

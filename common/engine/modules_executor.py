@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from common.cache.keys import EmbeddingLayout
+from common.engine import prompt_scores
 from common.engine.embedding_pool import EmbeddingRows
 from common.engine.executor import Batch, Sampled
 from common.engine.image_inputs import ImageInputs
@@ -93,6 +94,7 @@ class ModulesExecutor:
             inputs = {"input_ids": token_ids, "position_ids": position_ids}
         paged = PagedStep.of(self._kv, batch, by_layer)
         hidden = self._model.model(**inputs, use_cache=False, paged=paged).last_hidden_state[0]
+        batch.scored = prompt_scores.score(hidden, batch.rows, self._logits)
         sampled = iter(
             self._sampler.sample(self._logits(hidden[last]), [row.samples for row in batch.rows if row.samples])
         )

@@ -7,7 +7,7 @@ from common.cache.keys import block_keys
 from common.engine.messages import Reserve, Submit
 from common.engine.prompt_media import PromptMedia
 from common.errors import ContextTooLong, InvalidArgument, NeverFits
-from common.sampling import SamplingParams
+from common.sampling import SamplingParams, TokenLogprob
 
 
 class State(Enum):
@@ -48,6 +48,7 @@ class Limits:
         if not numbers or len(set(numbers)) != len(numbers) or min(numbers) < 0:
             raise InvalidArgument("choices must be distinct indexes from 0 on", field="choices")
         sampling.validate(self.vocab_size)
+        sampling.check_prompt(len(sequence.prompt))
         if sequence.given:
             output = sequence.choices[0].output
             if len(numbers) != 1:
@@ -183,7 +184,7 @@ class Sequence:
     spare: blocks kept for the fork, one a choice. published: blocks kept for a puller. given: output tokens at the
     start. cached_tokens: hits of the first admission. started: Started was sent, a preempted prompt is not announced
     again. reads_embeddings: steps may read its images' rows, until EmbeddingsFreed. cache_blocks: that its tenant may
-    keep here; None: no bound.
+    keep here; None: no bound. prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
     """
 
     seq: str
@@ -210,6 +211,8 @@ class Sequence:
     reads_embeddings: bool = False
     salt: bytes = b""  # of its tenant: blocks of equal salts are one tenant's
     cache_blocks: int | None = None
+    computes: bool = True  # its prompt, instead of pulling it
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @classmethod
     def of(cls, command: Submit | Reserve, root: bytes, arrival: int, now: float) -> "Sequence":
@@ -231,6 +234,7 @@ class Sequence:
             timings=Timings(arrived=now),
             salt=command.salt,
             cache_blocks=command.cache_blocks,
+            computes=submit,
         )
         sequence.choices = [Choice(sequence, index, list(command.output)) for index in command.choices]
         return sequence
@@ -248,6 +252,15 @@ class Sequence:
     def rows(self) -> int:
         """Sequences it becomes in a step once it decodes."""
         return len(self.choices) if self.decode else 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The log probabilities of the prompt's tokens are still to be made: no cached block spares their logits."""
+        return self.computes and self.sampling.prompt_logprobs is not None and not self.forked
+
+    def take_scores(self, start: int, entries: list[TokenLogprob]) -> None:
+        """Of the tokens from start + 1 on; a prompt that was preempted begins again."""
+        self.prompt_logprobs[start:] = entries
 
     def open_choices(self) -> list[Choice]:
         return [choice for choice in self.choices if not choice.finished]

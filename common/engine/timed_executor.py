@@ -61,6 +61,9 @@ class TimedExecutor:
                 layer_done(layer + 1)
         else:
             self._sleep(seconds)
+        batch.scored = {
+            number: [TokenLogprob(token, 0.0, rank=1) for token in row.scored] for number, row in enumerate(batch.rows)
+        }
         return [[self._next(choice) for choice in row.samples] for row in batch.rows]
 
     def _write(self, rows: Sequence[Row]) -> None:

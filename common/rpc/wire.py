@@ -25,6 +25,7 @@ _OPTIONAL_FIELDS = (
     "min_tokens",
     "ignore_eos",
     "top_logprobs",
+    "prompt_logprobs",
 )
 _REASON_TO_PROTO = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -139,12 +140,12 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 def logprob_to_proto(entry: TokenLogprob) -> pb.TokenLogprob:
     top = [pb.TopLogprob(token_id=item.token_id, logprob=item.logprob) for item in entry.top]
-    return pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, top=top)
+    return pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, top=top, rank=entry.rank)
 
 
 def logprob_from_proto(message: pb.TokenLogprob) -> TokenLogprob:
     top = tuple(TopLogprob(item.token_id, item.logprob) for item in message.top)
-    return TokenLogprob(message.token_id, message.logprob, top)
+    return TokenLogprob(message.token_id, message.logprob, top, message.rank)
 
 
 def tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
@@ -154,6 +155,7 @@ def tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
         logprobs=[logprob_to_proto(entry) for entry in tokens.logprobs or ()],
         finish_reason=_REASON_TO_PROTO[tokens.finish_reason],
         stop_token_id=tokens.stop_token_id,
+        prompt_logprobs=[logprob_to_proto(entry) for entry in tokens.prompt_logprobs or ()],
     )
 
 
@@ -167,6 +169,7 @@ def tokens_from_proto(message: pb.ChoiceTokens) -> ChoiceTokens:
         logprobs=[logprob_from_proto(entry) for entry in message.logprobs] or None,
         finish_reason=_REASON_FROM_PROTO[message.finish_reason],
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        prompt_logprobs=[logprob_from_proto(entry) for entry in message.prompt_logprobs] or None,
     )
 
 

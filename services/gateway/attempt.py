@@ -83,6 +83,15 @@ class Attempt:
         self._call: WorkerCall | None = None  # to decode
         self._routed = False  # its tokens come by the worker's token stream
         self._decoding = False  # decode has made a token
+        # The first tokens bring the prompt's log probabilities, which a resume does not need again.
+        first = self._choices.get(0)
+        wants = request.sampling.prompt_logprobs is not None
+        self._scores = wants and first is not None and first.prompt_logprobs is None and not first.output_token_ids
+        self._sampling = request.sampling_proto
+        if wants and not self._scores:
+            self._sampling = types_pb2.SamplingParams()
+            self._sampling.CopyFrom(request.sampling_proto)
+            self._sampling.ClearField("prompt_logprobs")
         self._early: list[Iterable[types_pb2.ChoiceTokens]] = []  # those that were faster than the first ones
         self._ended = asyncio.Event()  # every choice has
         self._holding: asyncio.Task[None] | None = None
@@ -255,6 +264,10 @@ class Attempt:
         stopped = []
         for tokens in items:
             choice = self._choices.get(tokens.choice)
+            if self._scores and tokens.choice == 0:
+                if len(tokens.prompt_logprobs) != len(self._request.prompt) - 1:
+                    raise CallFailed(EngineFailed("the prompt's log probabilities are not there"), worker)
+                self._scores = False
             try:
                 if choice is not None and choice.receive(tokens):
                     stopped.append(tokens.choice)
@@ -303,7 +316,7 @@ class Attempt:
             "model": request.model,
             "prompt_token_ids": request.prompt,
             "output_token_ids": self._output_token_ids(),
-            "sampling": request.sampling_proto,
+            "sampling": self._sampling,
             "choices": list(self._choices),
             "salt": request.salt,
             "tenant": request.tenant,

@@ -18,7 +18,7 @@ class Choice:
     """Pending output collects until `take`.
 
     Attributes: output_token_ids, every token received (a resume sends them along); finished; records, the attempts that
-    worked on it; on_tokens, told how many have come.
+    worked on it; on_tokens, told how many have come; prompt_logprobs, where they were asked for: of the first choice.
     """
 
     def __init__(
@@ -29,15 +29,21 @@ class Choice:
         stops: Sequence[str],
         *,
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
+        mute: bool = False,
     ) -> None:
+        """include_stop: the text ends with what ended it. mute: only the prompt is wanted; the token that it takes to
+        have it computed is shown to nobody."""
+        self.prompt_logprobs: Sequence[types_pb2.TokenLogprob] | None = None
+        self._mute = mute
         self.index = index
         self.output_token_ids: list[int] = []
         self.finish_reason: types_pb2.FinishReason = _RUNNING
         self.records: list[AttemptRecord] = []
         self.on_tokens: Callable[[int], None] = lambda tokens: None
         self._detokenizer = detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._show_stop_token = not skip_special_tokens
-        self._matcher = StopMatcher(stops) if stops else None
+        self._show_stop_token = include_stop or not skip_special_tokens
+        self._matcher = StopMatcher(stops, include=include_stop) if stops else None
         self._min_tokens = sampling.min_tokens
         self._stop_token_id: int | None = None
         self._text: list[str] = []
@@ -69,6 +75,12 @@ class Choice:
             return False
         if tokens.finish_reason not in _REASONS:
             raise EngineFailed("a choice ended for a reason that is not known here")
+        if tokens.prompt_logprobs and self.prompt_logprobs is None:
+            self.prompt_logprobs = tokens.prompt_logprobs
+        if self._mute:
+            self.on_tokens(len(tokens.token_ids))
+            self.finish_reason = types_pb2.FINISH_REASON_LENGTH
+            return False
         ids = tokens.token_ids
         shown = ids
         if tokens.HasField("stop_token_id"):

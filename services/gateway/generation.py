@@ -85,7 +85,10 @@ class _Life:
             if self._outbox.done():
                 outbox, model = self._outbox.result(), self._model
                 while (deltas := await outbox.take()) is not None:
-                    yield generation_pb2.GenerateResponse(request_id=self._label, model=model, choices=deltas)
+                    prompt = self._prompt() if not self._line.first_sent else None
+                    yield generation_pb2.GenerateResponse(
+                        request_id=self._label, model=model, choices=deltas, prompt=prompt
+                    )
                     if not self._line.first_sent:
                         self._line.first_sent = self._loop.time()  # the client's transport has taken it
             try:
@@ -151,6 +154,8 @@ class _Life:
                     prepared.sampling,
                     prepared.stops,
                     skip_special_tokens=prepared.skip_special_tokens,
+                    include_stop=prepared.include_stop,
+                    mute=prepared.prompt_only,
                 )
                 for index in range(prepared.n)
             ]
@@ -198,6 +203,15 @@ class _Life:
         reasons = [types_pb2.FinishReason.Name(choice.finish_reason) for choice in self._choices]
         span.set_attribute(telemetry.GEN_AI_FINISH_REASONS, [r.removeprefix("FINISH_REASON_").lower() for r in reasons])
         self._mesh.observer.finished(prepared.model, self._tenant, account, usage)
+
+    def _prompt(self) -> generation_pb2.Prompt | None:
+        """What the first message says of it. The first tokens of all choices have come together."""
+        prepared = self._prepared
+        if prepared is None or (prepared.echo is None and prepared.sampling.prompt_logprobs is None):
+            return None
+        return generation_pb2.Prompt(
+            text=prepared.echo or "", token_ids=prepared.prompt, logprobs=self._choices[0].prompt_logprobs or ()
+        )
 
     def _last_message(self) -> generation_pb2.GenerateResponse:
         if self._final is None:

@@ -1,7 +1,6 @@
 """The OpenAI-compatible HTTP edge. It turns bodies into gRPC's own requests, so both edges go one way from there."""
 
 import math
-import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from importlib.metadata import version
@@ -22,13 +21,24 @@ from services.gateway import media, openapi
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.identity.identity import Identity
-from services.gateway.openai_format import Answer, ChatFormat, CompletionFormat, error_json
+from services.gateway.openai_format import Answer, ChatFormat, CompletionFormat, PromptScores, error_json
 from services.gateway.openai_schema import ChatBody, CompletionBody, chat_request, completion_requests, parse
 from services.gateway.preprocess import MAX_LABEL
+from services.gateway.request_id import RequestIds, label_of
+from services.gateway.responses_format import ResponseAnswer
+from services.gateway.responses_schema import ResponsesBody, responses_request
 from services.gateway.service import MeshTraceService, list_models
 from services.gateway.sse import DONE, ClientGone, EventStream, event, merge, while_connected
+from services.gateway.tokenization import (
+    DetokenizeBody,
+    Tokenization,
+    TokenizeBody,
+    detokenize_request,
+    tokenize_request,
+    tokenized,
+)
 
-REQUEST_ID = "x-request-id"
+SESSION_ID = "x-session-id"
 TIMING = "x-epd-timing"
 _INTERNAL = EpdError("internal error; see the log of the gateway")
 _CLIENT_GONE = 499
@@ -47,9 +57,17 @@ class HttpEdge:
         self._max_body_bytes = generator.settings.media.message_bytes
         # Bodies are parsed by msgspec and answers written by it, so the schema is msgspec's, too.
         self._openapi = msgspec.json.encode(openapi.document(version("epd-mesh")))
-        app = self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        self._tokenization = Tokenization(generator, fleet)
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        self.app = RequestIds(app)
+        for path, handler in (
+            ("/v1/chat/completions", self.chat),
+            ("/v1/completions", self.completions),
+            ("/v1/responses", self.responses),
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
+        ):
+            app.add_api_route(path, handler, methods=["POST"], response_model=None)
         for path, handler in (
             ("/openapi.json", self.openapi),
             ("/v1/models", self.models),
@@ -64,6 +82,7 @@ class HttpEdge:
         app.add_exception_handler(HTTPException, _on_http)
         app.add_exception_handler(EpdError, _on_epd)
         app.add_exception_handler(ClientDisconnect, _on_gone)
+        app.add_exception_handler(ClientGone, _on_gone)
         app.add_exception_handler(Exception, _on_any)
 
     async def chat(self, request: Request) -> Response:
@@ -83,32 +102,69 @@ class HttpEdge:
         body: ChatBody | CompletionBody,
         asked: list[generation_pb2.GenerateRequest],
     ) -> Response:
-        label = _label(request)
-        headers = {REQUEST_ID: label}
-        try:
-            self._telemetry.attach(telemetry.extract(list(request.headers.items())))
-            preprocessor = self._generator.preprocessor
-            model = preprocessor.model(body.model or "", images=any(media.sources(one) for one in asked))
-            tokenizer = preprocessor.tokenizers[model]
-            form = ChatFormat(tokenizer) if isinstance(body, ChatBody) else CompletionFormat(tokenizer)
-            wants = body.logprobs is not None if isinstance(body, CompletionBody) else bool(body.logprobs)
-            answer = Answer(form, label, model, logprobs=wants)
-            for i, one in enumerate(asked):
-                one.request_id = label if len(asked) == 1 else f"{label}-{i}"
-            responses = merge([self._generator.generate(one, tenant=tenant, timeout_seconds=None) for one in asked])
-            timing = request.headers.get(TIMING) == "1"
-            n = body.n or 1
-            if not body.stream:
-                await while_connected(request.receive, _collect(responses, answer, n))
-                return _json(200, answer.whole(timing=timing), headers)
-            # Until the first message an error has a status of its own; from then on only an event can carry it.
-            first = await while_connected(request.receive, anext(responses, None))
-            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(_events(first, responses, answer, n, usage=usage, timing=timing), headers)
-        except ClientGone:
-            return Response(status_code=_CLIENT_GONE)
-        except EpdError as error:
-            return _refusal(error, headers)
+        label, model, responses = self._start(request, tenant, asked)
+        tokenizer = self._generator.preprocessor.tokenizers[model]
+        n, top = body.n or 1, body.prompt_logprobs
+        chat = isinstance(body, ChatBody)
+        answer = Answer(
+            ChatFormat(tokenizer) if isinstance(body, ChatBody) else CompletionFormat(tokenizer, top=body.logprobs),
+            label,
+            model,
+            logprobs=bool(body.logprobs) if chat else body.logprobs is not None,
+            n=n,
+            echo=not isinstance(body, ChatBody) and bool(body.echo),
+            scores=PromptScores(tokenizer, top) if top is not None else None,
+        )
+        timing = request.headers.get(TIMING) == "1"
+        if not body.stream:
+            await while_connected(request.receive, _collect(responses, answer, n))
+            return _json(200, answer.whole(timing=timing))
+        # Until the first message an error has a status of its own; from then on only an event can carry it.
+        first = await while_connected(request.receive, anext(responses, None))
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return EventStream(_events(first, responses, answer, n, usage=usage, timing=timing))
+
+    def _start(
+        self, request: Request, tenant: str, asked: list[generation_pb2.GenerateRequest]
+    ) -> tuple[str, str, Responses]:
+        """(label, model, answers): the requests begin when the answers are read."""
+        label = label_of(request.scope)
+        self._telemetry.attach(telemetry.extract(list(request.headers.items())))
+        images = any(media.sources(one) for one in asked)
+        model = self._generator.preprocessor.model(asked[0].model, images=images)
+        session = request.headers.get(SESSION_ID, "")
+        if len(session) > MAX_LABEL:
+            raise InvalidArgument(f"{SESSION_ID} must have at most {MAX_LABEL} characters", field=SESSION_ID)
+        for i, one in enumerate(asked):
+            one.request_id = label if len(asked) == 1 else f"{label}-{i}"
+            one.session_id = one.session_id or session
+        return (
+            label,
+            model,
+            merge([self._generator.generate(one, tenant=tenant, timeout_seconds=None) for one in asked]),
+        )
+
+    async def responses(self, request: Request) -> Response:
+        tenant = self._identity.tenant_of(request.headers)
+        body = parse(await _body(request, self._max_body_bytes), ResponsesBody)
+        label, model, responses = self._start(request, tenant, [responses_request(body)])
+        answer = ResponseAnswer(body, label, model, self._generator.preprocessor.tokenizers[model])
+        if not body.stream:
+            await while_connected(request.receive, _take_all(responses, answer))
+            return _json(200, answer.whole())
+        first = await while_connected(request.receive, anext(responses, None))
+        return EventStream(_response_events(first, responses, answer))
+
+    async def tokenize(self, request: Request) -> Response:
+        tenant = self._identity.tenant_of(request.headers)
+        body = parse(await _body(request, self._max_body_bytes), TokenizeBody)
+        found = await self._tokenization.tokenize(tokenize_request(body), tenant)
+        return _json(200, tokenized(found, strings=bool(body.return_token_strs)))
+
+    async def detokenize(self, request: Request) -> Response:
+        tenant = self._identity.tenant_of(request.headers)
+        body = parse(await _body(request, self._max_body_bytes), DetokenizeBody)
+        return _json(200, {"prompt": (await self._tokenization.detokenize(detokenize_request(body), tenant)).text})
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")
@@ -192,6 +248,32 @@ async def _events(
             yield event(error_json(from_exception(error) or _INTERNAL))
 
 
+async def _take_all(responses: Responses, answer: ResponseAnswer) -> None:
+    async with aclosing(responses):
+        async for _, response in responses:
+            answer.take(response)
+
+
+async def _response_events(
+    first: tuple[int, generation_pb2.GenerateResponse] | None, responses: Responses, answer: ResponseAnswer
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(responses):
+        try:
+            for told in answer.opening():
+                yield event(told, told["type"])
+            if first is not None:
+                for told in answer.delta(first[1]):
+                    yield event(told, told["type"])
+                async for _, response in responses:
+                    for told in answer.delta(response):
+                        yield event(told, told["type"])
+            for told in answer.closing():
+                yield event(told, told["type"])
+        except Exception as error:
+            told = answer.failure(error)
+            yield event(told, told["type"])
+
+
 async def _body(request: Request, most: int) -> bytes:
     body = bytearray()
     async for piece in request.stream():
@@ -199,15 +281,6 @@ async def _body(request: Request, most: int) -> bytes:
         if len(body) > most:
             raise HTTPException(413, f"the body must have at most {most} bytes")
     return bytes(body)
-
-
-def _label(request: Request) -> str:
-    label = request.headers.get(REQUEST_ID)
-    if not label:
-        return secrets.token_hex(12)
-    if len(label) > MAX_LABEL or not (label.isascii() and label.isprintable()):
-        raise InvalidArgument(f"{REQUEST_ID} must be at most {MAX_LABEL} printable characters", field=REQUEST_ID)
-    return label
 
 
 def _json(status: int, content: object, headers: dict[str, str] | None = None) -> Response:
@@ -226,8 +299,8 @@ def _model(model: generation_pb2.Model) -> dict[str, object]:
     }
 
 
-def _refusal(error: EpdError, headers: dict[str, str] | None = None) -> Response:
-    headers = dict(headers or {})
+def _refusal(error: EpdError) -> Response:
+    headers = {}
     if error.http in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds or 1)))
     if error.http == 401:
@@ -241,7 +314,7 @@ async def _on_epd(request: Request, error: Exception) -> Response:
 
 
 async def _on_gone(request: Request, error: Exception) -> Response:
-    """In the middle of its body. Nobody reads this."""
+    """In the middle of its body, or while it waited. Nobody reads this."""
     return Response(status_code=_CLIENT_GONE)
 
 

@@ -43,15 +43,15 @@ class ChatFormat:
     def whole(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
         return _piece(index, {"message": {"role": "assistant", "content": text, "refusal": None}}, logprobs, reason)
 
+    def opening(self, prompt: generation_pb2.Prompt, index: int) -> Json:
+        return {}  # a chat is never echoed
+
     def logprobs(self, entries: Iterable[types_pb2.TokenLogprob], index: int) -> Json:
         return {"content": [self._entry(entry) for entry in entries], "refusal": None}
 
     def _entry(self, entry: types_pb2.TokenLogprob) -> Json:
-        return self._token(entry) | {"top_logprobs": [self._token(top) for top in entry.top]}
-
-    def _token(self, entry: types_pb2.TokenLogprob | types_pb2.TopLogprob) -> Json:
-        data = self._tokenizer.token_bytes(entry.token_id)
-        return {"token": data.decode(errors="replace"), "logprob": _finite(entry.logprob), "bytes": list(data)}
+        tops = [token_json(self._tokenizer, top) for top in entry.top]
+        return token_json(self._tokenizer, entry) | {"top_logprobs": tops}
 
 
 class CompletionFormat:
@@ -60,8 +60,10 @@ class CompletionFormat:
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, top: int | None = None) -> None:
+        """top: alternatives of a prompt's tokens."""
         self._tokenizer = tokenizer
+        self._top = top or 0
         self._decoders: dict[int, Any] = {}
         self._offsets: dict[int, int] = {}
 
@@ -77,18 +79,43 @@ class CompletionFormat:
     def logprobs(self, entries: Iterable[types_pb2.TokenLogprob], index: int) -> Json:
         """text_offset counts characters of the choice's text that were complete before the token."""
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in entries:
+            self._add(found, index, entry.token_id, _finite(entry.logprob), self._tops(entry, len(entry.top)))
+        return found
+
+    def opening(self, prompt: generation_pb2.Prompt, index: int) -> Json:
+        """The prompt's tokens, before those of the choice. The first has no log probability: nothing is before it."""
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        special = self._tokenizer.special_ids
+        for token_id, entry in zip(prompt.token_ids, (None, *prompt.logprobs), strict=True):
+            offset = self._offsets.get(index, 0)
+            # A special token that the tokenizer has added, or that was cut out, is not in the text.
+            hidden = token_id in special and not prompt.text.startswith(self._text(token_id), offset)
+            told = (None, None) if entry is None else (_finite(entry.logprob), self._tops(entry, self._top))
+            self._add(found, index, token_id, *told, hidden=hidden)
+        return found
+
+    def _add(
+        self, found: Json, index: int, token_id: int, logprob: float | None, tops: Json | None, *, hidden: bool = False
+    ) -> None:
         if index not in self._decoders:
             self._decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
             self._offsets[index] = 0
-        for entry in entries:
-            data = self._tokenizer.token_bytes(entry.token_id)
-            found["tokens"].append(data.decode(errors="replace"))
-            found["token_logprobs"].append(_finite(entry.logprob))
-            tops = {self._text(top.token_id): _finite(top.logprob) for top in entry.top}
-            found["top_logprobs"].append(tops or None)
-            found["text_offset"].append(self._offsets[index])
-            self._offsets[index] += len(self._decoders[index].decode(data))
-        return found
+        data = self._tokenizer.token_bytes(token_id)
+        found["tokens"].append(data.decode(errors="replace"))
+        found["token_logprobs"].append(logprob)
+        found["top_logprobs"].append(tops)
+        found["text_offset"].append(self._offsets[index])
+        self._offsets[index] += len(self._decoders[index].decode(b"" if hidden else data))
+
+    def _tops(self, entry: types_pb2.TokenLogprob, count: int) -> Json | None:
+        """The best ones by their text, and the token's own, as OpenAI has it. Of equal texts the likeliest counts."""
+        tops: Json = {}
+        for top in entry.top[:count]:
+            tops.setdefault(self._text(top.token_id), _finite(top.logprob))
+        if tops:
+            tops.setdefault(self._text(entry.token_id), _finite(entry.logprob))
+        return tops or None
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
@@ -97,12 +124,48 @@ class CompletionFormat:
 Format = ChatFormat | CompletionFormat
 
 
+class PromptScores:
+    """Log probabilities of a prompt's tokens in vLLM's shape: a list with a null for the first token, then tables by
+    token id."""
+
+    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+
+    def of(self, prompt: generation_pb2.Prompt) -> list[Json | None]:
+        return [None, *(self._table(entry) for entry in prompt.logprobs)]
+
+    def _table(self, entry: types_pb2.TokenLogprob) -> Json:
+        found = {str(entry.token_id): self._told(entry.token_id, entry.logprob, entry.rank)}
+        for rank, top in enumerate(entry.top[: self._top], 1):
+            found.setdefault(str(top.token_id), self._told(top.token_id, top.logprob, rank))
+        return found
+
+    def _told(self, token_id: int, logprob: float, rank: int) -> Json:
+        text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+
 class Answer:
     """The envelope of one HTTP request: its id, its choices (of one prompt or of several), its usage."""
 
-    def __init__(self, form: Format, request_id: str, model: str, *, logprobs: bool) -> None:
+    def __init__(
+        self,
+        form: Format,
+        request_id: str,
+        model: str,
+        *,
+        logprobs: bool,
+        n: int = 1,
+        echo: bool = False,
+        scores: PromptScores | None = None,
+    ) -> None:
+        """n: choices of each prompt. echo: the prompt comes before each of them. scores: log probabilities of the
+        prompt's tokens, apart from the text."""
         self._form = form
         self._logprobs = logprobs
+        self._n, self._echo, self._scores = n, echo, scores
+        self._prompts: dict[int, generation_pb2.Prompt] = {}  # by the index of their first choice
         self._head: Json = {"id": f"{form.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self._texts: dict[int, list[str]] = {}
         self._entries: dict[int, list[types_pb2.TokenLogprob]] = {}
@@ -113,7 +176,12 @@ class Answer:
     def chunks(self, response: generation_pb2.GenerateResponse, first_index: int) -> list[Json]:
         """A stream's chunks for this message, each of one choice, as OpenAI has it: clients read `choices[0]`."""
         self._count(response)
-        return [
+        found = []
+        if self._echo and response.HasField("prompt"):
+            for index in range(first_index, first_index + self._n):
+                entries = self._form.opening(response.prompt, index) if self._logprobs else None
+                found.append(self._chunk([_piece(index, {"text": response.prompt.text}, entries, None)]))
+        return found + [
             self._chunk([piece])
             for choice in response.choices
             for piece in self._form.delta(choice, first_index + choice.index, logprobs=self._logprobs)
@@ -126,6 +194,8 @@ class Answer:
     def add(self, response: generation_pb2.GenerateResponse, first_index: int) -> None:
         """Collects for `whole`."""
         self._count(response)
+        if response.HasField("prompt"):
+            self._prompts[first_index] = response.prompt
         for choice in response.choices:
             index = first_index + choice.index
             self._texts.setdefault(index, []).append(choice.text)
@@ -134,17 +204,25 @@ class Answer:
                 self._reasons[index] = _REASONS[choice.finish_reason]
 
     def whole(self, *, timing: bool) -> Json:
-        form = self._form
-        choices = [
-            form.whole(
-                index,
-                "".join(texts),
-                form.logprobs(self._entries[index], index) if self._logprobs else None,
-                self._reasons.get(index),
-            )
-            for index, texts in sorted(self._texts.items())
-        ]
-        return self._head | {"object": form.kind, "choices": choices} | self._tail(usage=True, timing=timing)
+        choices = [self._choice(index, "".join(texts)) for index, texts in sorted(self._texts.items())]
+        found = self._head | {"object": self._form.kind, "choices": choices}
+        if self._scores is not None and isinstance(self._form, ChatFormat):
+            found["prompt_logprobs"] = self._scores.of(self._prompts[0])
+        return found | self._tail(usage=True, timing=timing)
+
+    def _choice(self, index: int, text: str) -> Json:
+        form, prompt = self._form, self._prompts.get(index - index % self._n)
+        logprobs: Json | None = None
+        if self._logprobs:
+            logprobs = form.opening(prompt, index) if self._echo and prompt is not None else {}
+            for name, entries in form.logprobs(self._entries[index], index).items():
+                logprobs[name] = logprobs.get(name, []) + entries if entries is not None else None
+        if self._echo and prompt is not None:
+            text = prompt.text + text
+        found = form.whole(index, text, logprobs, self._reasons.get(index))
+        if self._scores is not None and isinstance(form, CompletionFormat):
+            found["prompt_logprobs"] = self._scores.of(prompt) if prompt is not None else None
+        return found
 
     def _chunk(self, choices: list[Json]) -> Json:
         return self._head | {"object": self._form.chunk_kind, "choices": choices}
@@ -172,6 +250,11 @@ class Answer:
             timings = [timing_json(account) for account in self.accounts]
             found["epd"] = timings[0] if len(timings) == 1 else timings
         return found
+
+
+def token_json(tokenizer: Tokenizer, entry: types_pb2.TokenLogprob | types_pb2.TopLogprob) -> Json:
+    data = tokenizer.token_bytes(entry.token_id)
+    return {"token": data.decode(errors="replace"), "logprob": _finite(entry.logprob), "bytes": list(data)}
 
 
 def timing_json(account: generation_pb2.Accounting) -> Json:

@@ -5,6 +5,7 @@ anyway (`user`, `store: false`, ...) are taken; those that ask for more are refu
 """
 
 import re
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from common.errors import InvalidArgument
 from common.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS
 from epd.v1 import generation_pb2
+from services.gateway.preprocess import MAX_LABEL
 
 MAX_PROMPTS = 64
 _MAX_UINT32 = 2**32 - 1
@@ -32,16 +34,13 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     type: str
 
 
-class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take."""
+class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all endpoints take that generate."""
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
@@ -59,9 +58,19 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stream_interval: int | None = None
     session_id: str | None = None
     priority: int | None = None
+    include_stop_str_in_output: bool | None = None
 
 
-Body = TypeVar("Body", bound=_Common)
+class _Common(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat completions take."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None  # beyond OpenAI's
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class CompletionBody(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +116,10 @@ class ChatBody(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: str | None = None  # as session_id, which wins
+    # beyond OpenAI's
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:
@@ -146,37 +158,45 @@ def chat_request(body: ChatBody) -> generation_pb2.GenerateRequest:
     elif body.max_tokens not in (None, limit):
         raise InvalidArgument("max_tokens and max_completion_tokens contradict each other", field="max_tokens")
     field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
-    request = _request(body, limit, top_logprobs, limit_field=field, logprobs_field="top_logprobs")
-    for message in body.messages:
-        added = request.chat.messages.add(role=message.role)
+    request = _common_request(body, limit, top_logprobs, limit_field=field, logprobs_field="top_logprobs")
+    request.session_id = session(body.session_id, body.prompt_cache_key)
+    if body.add_generation_prompt is not None:
+        request.chat.add_generation_prompt = body.add_generation_prompt
+    request.chat.continue_final_message = bool(body.continue_final_message)
+    fill_chat(request.chat, body.messages)
+    return request
+
+
+def fill_chat(chat: generation_pb2.Chat, messages: Sequence[Message]) -> None:
+    """Raises InvalidArgument as chat_request does."""
+    if not messages:
+        raise InvalidArgument("messages must not be empty", field="messages")
+    for message in messages:
+        added = chat.messages.add(role=message.role)
         if message.content is None:
             raise InvalidArgument("messages: content is required", field="messages")
         for part in [TextPart(message.content)] if isinstance(message.content, str) else message.content:
             if isinstance(part, TextPart):
-                added.content.add(text=_unicode(part.text, "messages"))
+                added.content.add(text=unicode(part.text, "messages"))
             else:
-                added.content.add().image.url = _unicode(part.image_url.url, "messages")
-    if not body.messages:
-        raise InvalidArgument("messages must not be empty", field="messages")
-    return request
+                added.content.add().image.url = unicode(part.image_url.url, "messages")
 
 
 def completion_requests(body: CompletionBody) -> list[generation_pb2.GenerateRequest]:
     """One for each prompt. Raises InvalidArgument as chat_request does."""
-    for name in ("echo", "suffix"):
-        if getattr(body, name):
-            raise InvalidArgument(f"{name} is not supported", field=name)
+    if body.suffix:
+        raise InvalidArgument("suffix is not supported", field="suffix")
     if body.best_of not in (None, body.n or 1):
         raise InvalidArgument("best_of is supported only when equal to n", field="best_of")
     requests = []
     for prompt in _prompts(body.prompt):
-        request = _request(body, body.max_tokens, body.logprobs)
+        request = _common_request(body, body.max_tokens, body.logprobs, echo=bool(body.echo))
         if isinstance(prompt, str):
-            request.text = _unicode(prompt, "prompt")
+            request.text = unicode(prompt, "prompt")
             if body.add_special_tokens is not None:
                 request.add_special_tokens = body.add_special_tokens
         else:
-            request.token_ids.ids.extend(_uint32(token_id, "prompt") for token_id in prompt)
+            request.token_ids.ids.extend(uint32(token_id, "prompt") for token_id in prompt)
         requests.append(request)
     return requests
 
@@ -195,40 +215,82 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     return found
 
 
-def _request(
+def session(*names: str | None) -> str:
+    """The first that is given. Raises InvalidArgument when it is too long."""
+    found = next((name for name in names if name), "")
+    if len(found) > MAX_LABEL:
+        told = f"session_id and prompt_cache_key must have at most {MAX_LABEL} characters"
+        raise InvalidArgument(told, field="session_id")
+    return found
+
+
+def _common_request(
     body: _Common,
     max_tokens: int | None,
     top_logprobs: int | None,
     *,
     limit_field: str = "max_tokens",
     logprobs_field: str = "logprobs",
+    echo: bool = False,
 ) -> generation_pb2.GenerateRequest:
+    wants_prompt = echo or body.prompt_logprobs is not None
+    request = sampling_request(
+        body,
+        max_tokens,
+        top_logprobs,
+        limit_field=limit_field,
+        logprobs_field=logprobs_field,
+        least_tokens=0 if wants_prompt else 1,
+    )
+    request.echo = echo
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            raise InvalidArgument("prompt_logprobs is not allowed with stream: true", field="prompt_logprobs")
+        count = uint32(body.prompt_logprobs, "prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+        request.sampling.prompt_logprobs = count
+    if echo and top_logprobs is not None:
+        request.sampling.prompt_logprobs = max(top_logprobs, body.prompt_logprobs or 0)
+    if body.n is not None:
+        request.n = uint32(body.n, "n", 1, MAX_CHOICES)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidArgument("stream_options is allowed only with stream: true", field="stream_options")
+    return request
+
+
+def sampling_request(
+    body: SamplingBody,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    *,
+    limit_field: str = "max_tokens",
+    logprobs_field: str = "logprobs",
+    least_tokens: int = 1,
+) -> generation_pb2.GenerateRequest:
+    """Everything but the prompt."""
     request = generation_pb2.GenerateRequest(model=body.model or "", session_id=body.session_id or "")
     sampling = request.sampling
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         if (value := getattr(body, name)) is not None:
             setattr(sampling, name, value)
     if body.top_k is not None:
-        sampling.top_k = 0 if body.top_k == -1 else _uint32(body.top_k, "top_k")  # -1: off, as others have it
+        sampling.top_k = 0 if body.top_k == -1 else uint32(body.top_k, "top_k")  # -1: off, as others have it
     if max_tokens is not None:
-        sampling.max_tokens = _uint32(max_tokens, limit_field, 1)
+        sampling.max_tokens = uint32(max_tokens, limit_field, least_tokens)
     if body.min_tokens is not None:
-        sampling.min_tokens = _uint32(body.min_tokens, "min_tokens")
+        sampling.min_tokens = uint32(body.min_tokens, "min_tokens")
     if top_logprobs is not None:
-        sampling.top_logprobs = _uint32(top_logprobs, logprobs_field, 0, MAX_TOP_LOGPROBS)
+        sampling.top_logprobs = uint32(top_logprobs, logprobs_field, 0, MAX_TOP_LOGPROBS)
     if body.ignore_eos is not None:
         sampling.ignore_eos = body.ignore_eos
     if body.seed is not None:
         if not -(2**63) <= body.seed < 2**64:
             raise InvalidArgument("seed must fit 64 bits", field="seed")
         sampling.seed = body.seed % 2**64
-    sampling.stop_token_ids.extend(_uint32(token_id, "stop_token_ids") for token_id in body.stop_token_ids or ())
+    sampling.stop_token_ids.extend(uint32(token_id, "stop_token_ids") for token_id in body.stop_token_ids or ())
     for token, bias in (body.logit_bias or {}).items():
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidArgument("logit_bias must map token ids to numbers", field="logit_bias")
-        sampling.logit_bias[_uint32(int(token), "logit_bias")] = bias
-    if body.n is not None:
-        request.n = _uint32(body.n, "n", 1, MAX_CHOICES)
+        sampling.logit_bias[uint32(int(token), "logit_bias")] = bias
     request.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     if body.priority is not None:
         if not -(2**31) <= body.priority < 2**31:
@@ -237,13 +299,12 @@ def _request(
     if body.skip_special_tokens is not None:
         request.skip_special_tokens = body.skip_special_tokens
     if body.stream_interval is not None:
-        request.stream_interval = _uint32(body.stream_interval, "stream_interval")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidArgument("stream_options is allowed only with stream: true", field="stream_options")
+        request.stream_interval = uint32(body.stream_interval, "stream_interval")
+    request.include_stop_in_output = bool(body.include_stop_str_in_output)
     return request
 
 
-def _uint32(value: int, field: str, low: int = 0, high: int = _MAX_UINT32) -> int:
+def uint32(value: int, field: str, low: int = 0, high: int = _MAX_UINT32) -> int:
     """Ranges that are finer than the wire's are checked where gRPC requests are, too."""
     if not low <= value <= high:
         got = f", got {value}" if abs(value) < 2**64 else ""
@@ -251,7 +312,7 @@ def _uint32(value: int, field: str, low: int = 0, high: int = _MAX_UINT32) -> in
     return value
 
 
-def _unicode(text: str, field: str) -> str:
+def unicode(text: str, field: str) -> str:
     """JSON can hold half a surrogate pair, which is no text."""
     try:
         text.encode()

@@ -8,8 +8,11 @@ from common.errors import by_reason
 from common.sampling import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from services.gateway.openai_schema import ChatBody, CompletionBody
 from services.gateway.preprocess import MAX_LABEL, MAX_STREAM_INTERVAL
+from services.gateway.responses_schema import ResponsesBody
+from services.gateway.tokenization import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
+BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 _REF = "#/components/schemas/{name}"
 _HTTP_OWN = {404: "no such path", 405: "no such method here", 413: "a body that is too large"}
 # What is checked after the body was parsed, and no type says.
@@ -21,15 +24,19 @@ _BOUNDS: dict[str, Json] = {
     "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "max_tokens": {"minimum": 1, "maximum": 2**32 - 1},
-    "max_completion_tokens": {"minimum": 1, "maximum": 2**32 - 1},
+    # 0 with echo or prompt_logprobs: the prompt alone
+    "max_tokens": {"minimum": 0, "maximum": 2**32 - 1},
+    "max_completion_tokens": {"minimum": 0, "maximum": 2**32 - 1},
+    "max_output_tokens": {"minimum": 1, "maximum": 2**32 - 1},
     "min_tokens": {"minimum": 0, "maximum": 2**32 - 1},
     "n": {"minimum": 1, "maximum": MAX_CHOICES},
     "seed": {"minimum": -(2**63), "maximum": 2**64 - 1},
     "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
     "top_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     "stream_interval": {"minimum": 0, "maximum": MAX_STREAM_INTERVAL},
     "session_id": {"maxLength": MAX_LABEL},
+    "prompt_cache_key": {"maxLength": MAX_LABEL},
     "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
     "logit_bias": {"maxProperties": MAX_LOGIT_BIAS, "propertyNames": {"pattern": "^[0-9]{1,10}$"}},
 }
@@ -41,10 +48,13 @@ def _object(required: Json, optional: Json | None = None) -> Json:
     return {"type": "object", "properties": required | (optional or {}), "required": list(required)}
 
 
-def _answer(kind: str, choice: Json) -> Json:
+def _answer(kind: str, choice: Json, *, scores: str) -> Json:
+    """scores: where prompt_logprobs are, "choice" or "answer"."""
+    told = {"prompt_logprobs": {"type": "array", "items": {"type": ["object", "null"]}}}
     reason = {"enum": ["stop", "length"]}
     logprobs = {"anyOf": [{"type": "object"}, {"type": "null"}]}
-    choices = _object({"index": _INTEGER, **choice, "logprobs": logprobs, "finish_reason": reason})
+    fields = {"index": _INTEGER, **choice, "logprobs": logprobs, "finish_reason": reason}
+    choices = _object(fields, told if scores == "choice" else None)
     return _object(
         {
             "id": _TEXT,
@@ -54,7 +64,45 @@ def _answer(kind: str, choice: Json) -> Json:
             "choices": {"type": "array", "items": choices},
             "usage": _object(_USAGE, {"prompt_tokens_details": {"type": "object"}}),
         },
-        {"epd": {"anyOf": [{"type": "object"}, {"type": "array"}]}},
+        {"epd": {"anyOf": [{"type": "object"}, {"type": "array"}]}} | (told if scores == "answer" else {}),
+    )
+
+
+def _response() -> Json:
+    usage = _object(
+        {name: _INTEGER for name in ("input_tokens", "output_tokens", "total_tokens")}
+        | {name: {"type": "object"} for name in ("input_tokens_details", "output_tokens_details")}
+    )
+    part = _object(
+        {
+            "type": {"enum": ["output_text"]},
+            "text": _TEXT,
+            "annotations": {"type": "array"},
+            "logprobs": {"type": "array", "items": {"type": "object"}},
+        }
+    )
+    status = {"enum": ["completed", "incomplete"]}
+    message = _object(
+        {
+            "id": _TEXT,
+            "type": {"enum": ["message"]},
+            "role": {"enum": ["assistant"]},
+            "status": status,
+            "content": {"type": "array", "items": part},
+        }
+    )
+    return _object(
+        {
+            "id": _TEXT,
+            "object": {"enum": ["response"]},
+            "created_at": _INTEGER,
+            "model": _TEXT,
+            "status": status,
+            "error": {"type": "null"},
+            "incomplete_details": {"anyOf": [_object({"reason": {"enum": ["max_output_tokens"]}}), {"type": "null"}]},
+            "output": {"type": "array", "items": message},
+            "usage": usage,
+        }
     )
 
 
@@ -64,8 +112,18 @@ def _schemas() -> Json:
     optional_text = {"type": ["string", "null"]}
     error = _object({"message": _TEXT, "type": _TEXT, "param": optional_text, "code": optional_text})
     return {
-        "ChatCompletion": _answer("chat.completion", {"message": message}),
-        "Completion": _answer("text_completion", {"text": _TEXT}),
+        "ChatCompletion": _answer("chat.completion", {"message": message}, scores="answer"),
+        "Completion": _answer("text_completion", {"text": _TEXT}, scores="choice"),
+        "Response": _response(),
+        "Tokens": _object(
+            {
+                "count": _INTEGER,
+                "max_model_len": _INTEGER,
+                "tokens": {"type": "array", "items": _INTEGER},
+                "token_strs": {"anyOf": [{"type": "array", "items": _TEXT}, {"type": "null"}]},
+            }
+        ),
+        "Prompt": _object({"prompt": _TEXT}),
         "Model": model,
         "Models": _object({"object": {"enum": ["list"]}, "data": {"type": "array", "items": _ref("Model")}}),
         "Status": _object({"status": _TEXT}),
@@ -79,9 +137,9 @@ def _ref(name: str) -> Json:
 
 
 def _bodies() -> Json:
-    """Of both endpoints, with their bounds."""
-    _, found = msgspec.json.schema_components([ChatBody, CompletionBody], ref_template=_REF)
-    for kind in ("ChatBody", "CompletionBody"):
+    """Of all endpoints, with their bounds."""
+    _, found = msgspec.json.schema_components(BODIES, ref_template=_REF)
+    for kind in (body.__name__ for body in BODIES):
         for name, schema in found[kind]["properties"].items():
             bounds = _BOUNDS.get(name)
             if bounds is None and name == "logprobs" and kind == "CompletionBody":
@@ -89,6 +147,7 @@ def _bodies() -> Json:
             if bounds is not None:
                 schema["anyOf"][0].update(bounds)
     found["ChatBody"]["properties"]["messages"]["minItems"] = 1
+    found["DetokenizeBody"]["properties"]["tokens"]["items"].update({"minimum": 0, "maximum": 2**32 - 1})
     return found
 
 
@@ -106,10 +165,11 @@ def _failures() -> Json:
     }
 
 
-def _operation(summary: str, answer: Json, *, body: str = "", parameter: str = "") -> Json:
+def _operation(summary: str, answer: Json, *, body: str = "", parameter: str = "", streams: bool = False) -> Json:
     found: Json = {"summary": summary, "responses": {"200": {"description": "fine", **answer}, **_failures()}}
     if body:
         found["requestBody"] = {"required": True, **_content(_ref(body))}
+    if streams:
         found["responses"]["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
     if parameter:
         found["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {**_TEXT, "minLength": 1}}]
@@ -131,11 +191,18 @@ def document(version: str) -> Json:
         "security": [{}, {"key": []}],
         "paths": {
             "/v1/chat/completions": {
-                "post": _operation("Answers a chat", _content(_ref("ChatCompletion")), body="ChatBody")
+                "post": _operation("Answers a chat", _content(_ref("ChatCompletion")), body="ChatBody", streams=True)
             },
             "/v1/completions": {
-                "post": _operation("Goes on with prompts", _content(_ref("Completion")), body="CompletionBody")
+                "post": _operation(
+                    "Goes on with prompts", _content(_ref("Completion")), body="CompletionBody", streams=True
+                )
             },
+            "/v1/responses": {
+                "post": _operation("Answers", _content(_ref("Response")), body="ResponsesBody", streams=True)
+            },
+            "/tokenize": {"post": _operation("Token ids of a prompt", _content(_ref("Tokens")), body="TokenizeBody")},
+            "/detokenize": {"post": _operation("Text of token ids", _content(_ref("Prompt")), body="DetokenizeBody")},
             "/v1/models": {"get": _operation("Models that can be asked now", _content(_ref("Models")))},
             "/v1/models/{model}": {"get": _operation("One of them", _content(_ref("Model")), parameter="model")},
             "/health": {"get": _status("503 while the gateway drains")},

@@ -1,6 +1,7 @@
 """From what a client sent to what workers need: token ids, checked limits, block keys. Before any worker is called."""
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import secrets
@@ -53,6 +54,9 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     block_keys: Mapping[str, Sequence[bytes]]
     media: tuple[MediaItem, ...] = ()  # in prompt order
     cache_bytes: int = 0  # that a worker may keep for the tenant; 0: no bound
+    echo: str | None = None  # the prompt's text, where it is to be sent back
+    include_stop: bool = False  # the text ends with what ended it
+    prompt_only: bool = False  # max_tokens 0: nothing but the prompt is wanted; `sampling` has 1
 
     @property
     def single_token(self) -> bool:
@@ -64,7 +68,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         return RouteRequest(
             prompt_tokens=len(self.prompt) + output_tokens,
             choices=choices,
-            block_keys=self.block_keys,
+            # The whole prompt is computed for its log probabilities, whatever is cached.
+            block_keys=self.block_keys if self.sampling.prompt_logprobs is None else {},
             affinity=self.affinity,
             single_token=self.single_token,
             min_output_tokens=max(1, _sure_tokens(self.sampling) - output_tokens),
@@ -119,10 +124,11 @@ class Preprocessor:
         images = media.sources(request)
         model = self.model(request.model, images=bool(images))
         check_parameters(request)
-        if images and model not in self.specs:
-            raise InvalidArgument(f"{images[0].field}: model {model} takes no images", field=images[0].field)
-        self._limits.check_count(len(images), "images")
+        self._check_images(model, images)
         sampling = wire.sampling_from_proto(request.sampling)
+        prompt_only = sampling.max_tokens == 0 and wants_prompt(request)
+        if prompt_only:
+            sampling = msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
         if not request.sampling.HasField("seed"):
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
         records = self._fleet.records(model) or await self._fleet.wait_for_records(model, self._wait_seconds)
@@ -156,7 +162,43 @@ class Preprocessor:
             stream_interval=request.stream_interval or 1,
             block_keys=keys,
             cache_bytes=self._cache_bytes(tenant),
+            echo=await self._echo(request, self.tokenizers[model], prompt) if request.echo else None,
+            include_stop=request.include_stop_in_output,
+            prompt_only=prompt_only,
         )
+
+    async def _echo(self, request: generation_pb2.GenerateRequest, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+        if request.WhichOneof("prompt") == "text":
+            return request.text
+        skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+        decode = functools.partial(tokenizer.decode, prompt, skip_special_tokens=skip)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+
+    async def tokenize(self, request: generation_pb2.GenerateRequest) -> tuple[str, Tokenizer, list[int]]:
+        """(model, its tokenizer, the prompt's token ids as `prepare` makes them). Raises InvalidArgument,
+        ModelNotFound."""
+        images = media.sources(request)
+        model = self.model(request.model, images=bool(images))
+        check_parameters(request)
+        self._check_images(model, images)
+        fetched = await media.fetch(images, self._remote)
+        read = functools.partial(self._read, request, model, images, fetched, (), b"")
+        prompt, _, _ = await asyncio.get_running_loop().run_in_executor(self._pool, read)
+        return model, self.tokenizers[model], prompt
+
+    async def detokenize(self, name: str, token_ids: Sequence[int]) -> tuple[str, str]:
+        """(model, text), special tokens included. Raises InvalidArgument, ModelNotFound."""
+        model = self.model(name)
+        tokenizer = self.tokenizers[model]
+        if token_ids and max(token_ids) >= tokenizer.vocab_size:
+            raise InvalidArgument(f"tokens must be below the vocabulary's size, {tokenizer.vocab_size}", field="tokens")
+        decode = functools.partial(tokenizer.decode, token_ids, skip_special_tokens=False)
+        return model, await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+
+    def _check_images(self, model: str, images: Sequence[Source]) -> None:
+        if images and model not in self.specs:
+            raise InvalidArgument(f"{images[0].field}: model {model} takes no images", field=images[0].field)
+        self._limits.check_count(len(images), "images")
 
     def _read(
         self,
@@ -184,6 +226,11 @@ class Preprocessor:
         return prompt, found, keys
 
 
+def wants_prompt(request: generation_pb2.GenerateRequest) -> bool:
+    """Of the prompt itself something is to be sent back."""
+    return request.echo or request.sampling.HasField("prompt_logprobs")
+
+
 def check_parameters(request: generation_pb2.GenerateRequest) -> None:
     """What needs neither tokenizer nor worker. Raises InvalidArgument naming the field."""
     if request.HasField("n") and not 1 <= request.n <= MAX_CHOICES:
@@ -205,12 +252,17 @@ def check_parameters(request: generation_pb2.GenerateRequest) -> None:
         raise InvalidArgument("prompt is required: text, token_ids or chat", field="prompt")
     if kind == "chat":
         _check_chat(request.chat)
+    if request.sampling.HasField("max_tokens") and not request.sampling.max_tokens and not wants_prompt(request):
+        raise InvalidArgument(
+            "max_tokens must be at least 1; 0 is for the prompt alone, with echo or prompt_logprobs", field="max_tokens"
+        )
 
 
 def check_limits(prompt: Sequence[int], n: int, sampling: SamplingParams, records: Sequence[WorkerRecord]) -> None:
     """Raises InvalidArgument when no worker could ever run this."""
     if not prompt:
         raise InvalidArgument("the prompt must have at least one token", field="prompt")
+    sampling.check_prompt(len(prompt))
     vocab = min(record.vocab_size for record in records)
     if max(prompt) >= vocab:
         raise InvalidArgument(f"token ids must be below the vocabulary's size, {vocab}", field="prompt")
@@ -255,6 +307,10 @@ def _sure_tokens(sampling: SamplingParams) -> int:
 def _check_chat(chat: generation_pb2.Chat) -> None:
     if not chat.messages:
         raise InvalidArgument("messages must not be empty", field="messages")
+    if chat.continue_final_message and chat.add_generation_prompt:
+        raise InvalidArgument(
+            "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
+        )
     for message in chat.messages:
         if not message.role:
             raise InvalidArgument("every message needs a role", field="messages")

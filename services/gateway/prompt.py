@@ -27,7 +27,12 @@ def prompt_ids(
             encode = functools.partial(tokenizer.encode, add_special_tokens=False)
             return ids if spec is None else spec.expand_ids(ids, sizes, encode, field="prompt")
         case _:
-            text = tokenizer.render_chat(chat_messages(request.chat, tokenizer, spec))
+            chat = request.chat
+            text = tokenizer.render_chat(
+                chat_messages(chat, tokenizer, spec),
+                add_generation_prompt=chat.add_generation_prompt or not chat.HasField("add_generation_prompt"),
+                continue_final_message=chat.continue_final_message,
+            )
             if spec is not None:
                 text = spec.expand_text(text, sizes, field="messages")
             return tokenizer.encode(text, add_special_tokens=False)

@@ -18,10 +18,12 @@ from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.identity.identity import Identity
 from services.gateway.openai_format import ChatFormat, CompletionFormat
+from services.gateway.responses_format import PREFIX
+from services.gateway.tokenization import Tokenization
 
 GENERATION_SERVICE = "epd.v1.GenerationService"
 _TRACE_SECONDS = 2.0
-_SHOWN_PREFIXES = (f"{ChatFormat.prefix}-", f"{CompletionFormat.prefix}-", "req-")
+_SHOWN_PREFIXES = (f"{ChatFormat.prefix}-", f"{CompletionFormat.prefix}-", f"{PREFIX}_", "req-")
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -29,6 +31,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._identity = identity
         self._generator = generator
         self._fleet = fleet
+        self._tokenization = Tokenization(generator, fleet)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -46,6 +49,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return generation_pb2.ListModelsResponse(
             models=list_models(self._generator, self._fleet), away=_away(self._fleet)
         )
+
+    async def Tokenize(
+        self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.TokenizeResponse:
+        return await self._tokenization.tokenize(request, self._identity.tenant_of(_metadata(context)))
+
+    async def Detokenize(
+        self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.DetokenizeResponse:
+        return await self._tokenization.detokenize(request, self._identity.tenant_of(_metadata(context)))
 
 
 def list_models(generator: Generator, fleet: Fleet) -> list[generation_pb2.Model]:

@@ -18,8 +18,9 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def event(data: Any) -> bytes:
-    return b"data: " + _encode(data) + b"\n\n"
+def event(data: Any, name: str = "") -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + _encode(data) + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
@@ -46,8 +47,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
-        super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
 

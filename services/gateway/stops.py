@@ -7,10 +7,12 @@ class StopMatcher:
     """Ends the text before the earliest stop string; at one position the shortest stop counts.
 
     Text that may be the beginning of a stop is held back until it is clear that it is not, so the result does not
-    depend on how the text was cut into pieces. At most the longest stop's length, less one, is held.
+    depend on how the text was cut into pieces. At most the longest stop's length, less one, is held. include: the text
+    ends after the stop string instead.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._include = include
         self._stops = sorted(set(stops), key=len)
         self._firsts = frozenset(stop[0] for stop in self._stops)
         self._held = ""
@@ -53,4 +55,4 @@ class StopMatcher:
 
     def _end(self, text: str, start: int, stop: str) -> str:
         self.matched, self._held = stop, ""
-        return text[:start]
+        return text[: start + len(stop)] if self._include else text[:start]

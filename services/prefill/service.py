@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
+from msgspec.structs import replace
 
 from common import telemetry
 from common.engine.client import EngineStream
@@ -87,7 +88,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                             publication.chunk(event.step, event.start, event.end, event.last)
                         case Prefilled():
                             if publication:
-                                publication.finished(event.first, event.token_count, event.token_hash)
+                                first = [replace(each, prompt_logprobs=None) for each in event.first]
+                                publication.finished(first, event.token_count, event.token_hash)
                             finished = True
                             self._worker.record_prefill_spans(span, event)
                             yield self._finished(event, images)

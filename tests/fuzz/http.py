@@ -68,7 +68,17 @@ _TOKENS = (
 _PATHS = (
     *("/v1/models", "/v1/models/x", f"/v1/models/{MODEL}", "/v1/models/%00", "/v1/models/%ff%fe", "/health", "/live"),
     *("/ready", "/metrics", "/openapi.json", "/debug/trace/x", "/debug/trace/" + "0" * 32, "/debug/trace/%0a", "/docs"),
-    *("/v1/chat/completions", "/v1/completions", "/v1/../health", "//", "/v1/completions/", "/" + "a" * 5000),
+    *(
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+        "/v1/../health",
+        "//",
+        "/v1/completions/",
+        "/" + "a" * 5000,
+    ),
 )
 _HEADERS = (
     *(("x-request-id", value) for value in (b"", "é".encode(), b"\x7f", b"a" * 257, b"a" * 5000, b"same")),
@@ -95,9 +105,20 @@ def valid(rng: Random) -> tuple[str, dict[str, Any]]:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if rng.random() < 0.3:
         body |= {"n": 2, "stop": ["~", "@"], "seed": 5, "logit_bias": {"7": 1}, "top_p": 0.9, "presence_penalty": 0.1}
+    other = rng.random()
+    if other < 0.1:
+        prompts: list[dict[str, Any]] = [{"prompt": "the quick"}, {"messages": [{"role": "user", "content": "hi"}]}]
+        return "/tokenize", rng.choice(prompts) | {"return_token_strs": True}
+    if other < 0.15:
+        return "/detokenize", {"tokens": [30, 31, 32]}
+    if other < 0.3:
+        text = rng.choice(("hi", [{"role": "user", "content": [{"type": "input_text", "text": "see"}]}]))
+        return "/v1/responses", {"input": text, "max_output_tokens": 2, "stream": body.get("stream"), "metadata": {}}
     if rng.random() < 0.5:
         prompt = rng.choice(("the quick", ["a", "b"], [30, 31, 32], [[30, 31], [32]]))
-        return "/v1/completions", body | {"prompt": prompt, "logprobs": rng.choice((None, 2))}
+        told = rng.choice(({}, {"echo": True, "logprobs": 1, "max_tokens": 0}, {"prompt_logprobs": 1, "stream": None}))
+        body |= {"prompt": prompt, "logprobs": rng.choice((None, 2))} | told
+        return "/v1/completions", body if body.get("stream") else body | {"stream_options": None}
     parts: Any = "hello"
     if rng.random() < 0.4:
         parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": data_uri(encoded())}}]

@@ -31,6 +31,8 @@ def _sampling(rng: Random) -> types_pb2.SamplingParams:
         made.logit_bias[5] = 2.0
         made.stop_token_ids.extend([4, 9])
         made.min_tokens = 1
+    if rng.random() < 0.2:
+        made.prompt_logprobs = rng.choice((0, 3))
     return made
 
 
@@ -38,6 +40,7 @@ def generate(rng: Random) -> generation_pb2.GenerateRequest:
     """A valid one, of any form."""
     made = generation_pb2.GenerateRequest(model=rng.choice(("", MODEL)), stop=["é~"], n=rng.choice((1, 1, 2, 3)))
     made.sampling.CopyFrom(_sampling(rng))
+    made.echo, made.include_stop_in_output = rng.random() < 0.2, rng.random() < 0.2
     file = picture(kind=rng.choice(("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF")))
     match rng.randrange(4):
         case 0:
@@ -100,6 +103,13 @@ class PublicGrpc(Surface):
             return inference(rng)
         if choice < 0.7:
             return "/epd.v1.GenerationService/Generate", [generate(rng)]
+        if choice < 0.73:
+            asked = [
+                ("Tokenize", generation_pb2.TokenizeRequest(model=MODEL, text="the quick")),
+                ("Detokenize", generation_pb2.DetokenizeRequest(model=MODEL, token_ids=[30, 31])),
+            ]
+            name, message = rng.choice(asked)
+            return f"/epd.v1.GenerationService/{name}", [message]
         if choice < 0.75:
             return "/epd.v1.GenerationService/ListModels", [generation_pb2.ListModelsRequest()]
         if choice < 0.85:

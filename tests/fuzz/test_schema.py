@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from services.gateway.openai_schema import ChatBody, CompletionBody
+from services.gateway.openapi import BODIES
 from tests.fuzz.oracle import Fault, check_words
 from tests.tokenizer_files import byte_tokenizer
 from tests.unit.gateway.conftest import Mesh
@@ -29,6 +29,9 @@ OPERATIONS = (
     *(
         ("/v1/chat/completions", "POST"),
         ("/v1/completions", "POST"),
+        ("/v1/responses", "POST"),
+        ("/tokenize", "POST"),
+        ("/detokenize", "POST"),
         ("/v1/models", "GET"),
         ("/v1/models/{model}", "GET"),
     ),
@@ -108,7 +111,7 @@ def test_operation(path: str, method: str, gateway: Gateway) -> None:
 
 def test_every_field_that_is_taken_is_told(gateway: Gateway) -> None:
     document = httpx.get(f"{gateway.url}/openapi.json").json()
-    for kind in (ChatBody, CompletionBody):
+    for kind in BODIES:
         told = document["components"]["schemas"][kind.__name__]
         assert set(told["properties"]) == set(kind.__struct_fields__)
         assert told["additionalProperties"] is False

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from common.rpc.channel import connect
@@ -74,6 +75,12 @@ async def mesh(model_dir: Path) -> AsyncIterator[Mesh]:
     await found.start()
     yield found
     await found.stop()
+
+
+@pytest.fixture
+async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{mesh.gateway.http_address}", timeout=20) as client:
+        yield client
 
 
 class Result:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,12 +13,6 @@ from epd.v1 import trace_pb2, trace_pb2_grpc
 from services.gateway.http_server import HttpServer
 from tests.fakes import EOS, MODEL, spell
 from tests.unit.gateway.conftest import Mesh
-
-
-@pytest.fixture
-async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{mesh.gateway.http_address}", timeout=20) as client:
-        yield client
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ TORCH_FILES = {
     "common/engine/image_inputs.py",
     "common/engine/modules_executor.py",
     "common/engine/paged_attention.py",
+    "common/engine/prompt_scores.py",
     "common/engine/sampler.py",
     "common/models/gguf_convert.py",
     "common/models/vision_tower.py",
