@@ -87,5 +87,6 @@ def load_grammars(settings: EngineSettings, executor: Executor) -> Grammars | No
     directory = Path(settings.model_dir)
     if executor.name == "timed" or not executor.eos_token_ids or not (directory / "tokenizer.json").is_file():
         return None
-    cache = GrammarCache(lambda: GrammarCompiler.of_directory(directory, executor.vocab_size, executor.eos_token_ids))
+    cache = GrammarCache(lambda: GrammarCompiler(directory, executor.vocab_size, executor.eos_token_ids))
+    cache.warm_up()
     return Grammars(cache, settings.max_waiting)

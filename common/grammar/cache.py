@@ -12,7 +12,7 @@ from common.grammar.compiler import GrammarCompiler, GrammarState
 from common.grammar.grammar import Grammar
 
 KEPT = 64
-COMPILE_SECONDS = 10.0
+COMPILE_SECONDS = 30.0  # a large vocabulary, read for the first one, included
 
 
 class GrammarCache:
@@ -52,9 +52,16 @@ class GrammarCache:
         return GrammarState(matcher.deep_copy(), self._compiler.vocab_size)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        return self._ready().compile(grammar)
+
+    def warm_up(self) -> None:
+        """Begins to read the vocabulary, so that the first grammar need not wait for it."""
+        self._thread.submit(self._ready)
+
+    def _ready(self) -> GrammarCompiler:
         if self._compiler is None:
             self._compiler = self._make()
-        return self._compiler.compile(grammar)
+        return self._compiler
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+import tokenizers
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from common.grammar.grammar import Grammar, invalid
-from common.models.tokenizer import Tokenizer
 
 # Endless blanks are a known way for a model to never finish an object; these are enough to indent it.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
@@ -22,40 +22,22 @@ _KEYWORDS = re.compile(r'Unimplemented keys: \[([a-zA-Z$", ]{1,200})\]')
 _HINTS = ("unsatisfiable schema", "too deeply nested", "recursion limit", "too large", "fuel exhausted", "unclosed")
 
 
-class _Vocabulary:
-    """What LLTokenizer asks of a tokenizer. Text is never tokenized here: masks need the tokens' bytes alone."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], special: Sequence[int], end: int) -> None:
-        self.tokens = tokens
-        self.special_token_ids = special
-        self.eos_token_id = end
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return []
-
-
 class GrammarCompiler:
     """Compiles grammars for one model's logits. Thread-safe: what it makes shares nothing that is written to."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        """vocab_size: of the logits. end_token_ids: allowed where the grammar may end, and only there."""
-        known = min(tokenizer.vocab_size, vocab_size)
-        ends = [token for token in end_token_ids if token < vocab_size]
-        special = sorted({token for token in tokenizer.special_ids if token < known} | set(ends))
-        tokens = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (vocab_size - known)
+    def __init__(self, directory: str | Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+        """directory: with a tokenizer.json. vocab_size: of the logits. end_token_ids: allowed where the grammar may
+        end, and only there. Raises InvalidArgument for a tokenizer whose tokens are not byte strings."""
         self.vocab_size = vocab_size
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(tokens, special, ends[0])), n_vocab=vocab_size, eos_token=ends
-        )
+        try:
+            tokenizer_json = (Path(directory) / "tokenizer.json").read_text(encoding="utf-8")
+            known = _known(tokenizer_json)
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=max(known, vocab_size), eos_token=list(end_token_ids))
+        except ValueError:
+            raise invalid("this model's tokens do not suit grammars") from None
         self._limits = LLParserLimits(
             initial_lexer_fuel=500_000, max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False
         )
-
-    @classmethod
-    def of_directory(cls, directory: str | Path, vocab_size: int, end_token_ids: Sequence[int]) -> "GrammarCompiler":
-        return cls(Tokenizer(directory), vocab_size, end_token_ids)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """A matcher at the grammar's start. Blocking, without the GIL; milliseconds mostly. Raises InvalidArgument with
@@ -111,6 +93,12 @@ class GrammarState:
         if new and not self.error and not self._matcher.consume_tokens(new):
             self.error = "the output so far does not follow the grammar"
         return not self.error
+
+
+def _known(tokenizer_json: str) -> int:
+    """Token ids of a tokenizer, those that were added included: the highest, and 1."""
+    found = tokenizers.Tokenizer.from_str(tokenizer_json)
+    return 1 + max(found.get_vocab(with_added_tokens=True).values(), default=0)
 
 
 def lark_of(text: str) -> str:

@@ -22,6 +22,7 @@ import tokenizers
 from common.errors import InvalidArgument
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -40,7 +41,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        path = Path(directory)
+        path = self.directory = Path(directory)
         source = (path / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = tokenizers.Tokenizer.from_str(source)
         self._tokenizer.no_truncation()
@@ -71,15 +72,43 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt's text. Raises InvalidArgument when there is no template or it refuses the messages."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt's text; with continue_final_message it ends where the last message's text does.
+
+        Raises InvalidArgument when there is no template or it refuses the messages.
+        """
         if self._compiled is None:
             raise InvalidArgument("this model has no chat template; send a text prompt instead", field="messages")
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        if continue_final_message:
+            return self._open_ended(plain, tools)
+        return self._render(plain, tools, add_generation_prompt=add_generation_prompt)
+
+    def _open_ended(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """As transformers does it: a tag behind the last text says where to cut."""
+        last, text = _tagged(messages[-1] if messages else {})
+        rendered = self._render([*messages[:-1], last], tools, add_generation_prompt=False)
+        end = rendered.rfind(_CONTINUE.strip())
+        if end < 0 or text.strip() not in rendered:
+            raise InvalidArgument("the chat template changes the final message", field="continue_final_message")
+        # Some templates trim a message's text; then what it ended with is not there to go on from.
+        return rendered[:end] if rendered.startswith(_CONTINUE, end) else rendered[:end].rstrip()
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, add_generation_prompt: bool
+    ) -> str:
+        assert self._compiled is not None
         try:
             return self._compiled.render(
-                messages=plain,
-                tools=None,
+                messages=messages,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_names,
@@ -94,6 +123,17 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def end_token_id(self) -> int:
+        """The end-of-text token that the files name; else some special token."""
+        found = self._tokenizer.token_to_id(self._special_names.get("eos_token", ""))
+        return max(self.special_ids, default=0) if found is None else int(found)
+
+    @property
+    def chat_template(self) -> str:
+        """Its source; empty when there is none."""
+        return self._template or ""
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -174,6 +214,20 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise _Refused(message)
+
+
+def _tagged(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """A message with a tag behind its last text, and that text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _CONTINUE}, content
+    parts = [dict(part) for part in content or ()]
+    for part in reversed(parts):
+        if "text" in part:
+            text = part["text"]
+            part["text"] += _CONTINUE
+            return {**message, "content": parts}, text
+    raise InvalidArgument("the final message has no text to continue", field="continue_final_message")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -151,6 +151,7 @@ class _Life:
                     prepared.sampling,
                     prepared.stops,
                     skip_special_tokens=prepared.skip_special_tokens,
+                    tools=prepared.tools,
                 )
                 for index in range(prepared.n)
             ]

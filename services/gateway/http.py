@@ -24,6 +24,7 @@ from services.gateway.generation import Generator
 from services.gateway.identity.identity import Identity
 from services.gateway.openai_format import Answer, ChatFormat, CompletionFormat, error_json
 from services.gateway.openai_schema import ChatBody, CompletionBody, chat_request, completion_requests, parse
+from services.gateway.openai_structured import named
 from services.gateway.preprocess import MAX_LABEL
 from services.gateway.service import MeshTraceService, list_models
 from services.gateway.sse import DONE, ClientGone, EventStream, event, merge, while_connected
@@ -108,7 +109,7 @@ class HttpEdge:
         except ClientGone:
             return Response(status_code=_CLIENT_GONE)
         except EpdError as error:
-            return _refusal(error, headers)
+            return _refusal(named(error, body), headers)
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")

@@ -7,6 +7,8 @@ from typing import Any
 from common.models.tokenizer import Tokenizer
 from common.models.vision.spec import Size, VisionSpec
 from epd.v1 import generation_pb2
+from services.gateway.tools.prompt import fields, with_tools
+from services.gateway.tools.schema import offer
 
 
 def prompt_ids(
@@ -27,7 +29,10 @@ def prompt_ids(
             encode = functools.partial(tokenizer.encode, add_special_tokens=False)
             return ids if spec is None else spec.expand_ids(ids, sizes, encode, field="prompt")
         case _:
-            text = tokenizer.render_chat(chat_messages(request.chat, tokenizer, spec))
+            messages, tools = with_tools(
+                chat_messages(request.chat, tokenizer, spec), offer(request.chat).told, tokenizer
+            )
+            text = tokenizer.render_chat(messages, tools=tools)
             if spec is not None:
                 text = spec.expand_text(text, sizes, field="messages")
             return tokenizer.encode(text, add_special_tokens=False)
@@ -41,6 +46,7 @@ def chat_messages(chat: generation_pb2.Chat, tokenizer: Tokenizer, spec: VisionS
             {
                 "role": message.role,
                 "content": [_part(part) for part in message.content] or [{"type": "text", "text": ""}],
+                **fields(message),
             }
             for message in chat.messages
         ]
@@ -49,6 +55,7 @@ def chat_messages(chat: generation_pb2.Chat, tokenizer: Tokenizer, spec: VisionS
         {
             "role": message.role,
             "content": "".join(part.text if part.HasField("text") else marker for part in message.content),
+            **fields(message),
         }
         for message in chat.messages
     ]

@@ -52,7 +52,6 @@ def test_case_json_schemas_always_parse_and_validate(engine: Harness, tokenizer:
     for seed in range(200):
         tokens = engine.tokens[str(seed)][0]
         assert engine.reasons[str(seed)] == {0: "stop"}
-        assert tokens[-1] == EOS
         assert EOS not in tokens[:-1]
         text = tokenizer.decode(tokens)
         jsonschema_rs.validate(random_schema(seed), json.loads(text))
@@ -87,7 +86,7 @@ def test_seeds_and_choices_draw_apart_and_again(engine: Harness, tokenizer: Toke
 def test_other_kinds(grammar: Grammar, pattern: str, temperature: float, engine: Harness, tokenizer: Tokenizer) -> None:
     for seed in range(6):
         tokens = engine.one(prompt(seed), grammar=grammar, temperature=temperature, seed=seed, max_tokens=200)
-        if tokens[-1] == EOS:
+        if len(tokens) < 200:
             assert re.fullmatch(pattern, tokenizer.decode(tokens))
 
 
@@ -111,7 +110,7 @@ def test_min_tokens_end_and_ignore_eos(engine: Harness, tokenizer: Tokenizer) ->
     tokens = engine.one(prompt(4), grammar=grammar, min_tokens=15, logit_bias={EOS: 100.0}, max_tokens=100)
     assert len(tokens) == 16  # and EOS as soon as it may
     assert re.fullmatch("[ab]+", tokenizer.decode(tokens))
-    assert engine.one(prompt(4), grammar=choice(["a"]), min_tokens=15, max_tokens=100)[-1] == EOS
+    assert tokenizer.decode(engine.one(prompt(4), grammar=choice(["a"]), min_tokens=15, max_tokens=100)) == "a"
     whole = engine.one(prompt(4), grammar=grammar, ignore_eos=True, logit_bias={EOS: 100.0}, max_tokens=100)
     assert len(tokenizer.decode(whole)) == 40
 
@@ -173,7 +172,7 @@ def test_a_preemption_gives_the_same(model_dir: Path, tokenizer: Tokenizer) -> N
         (Grammar("regex", "(secret"), "unclosed"),
         (Grammar("regex", "[a&&b]"), "cannot be used"),
         (json_schema({"not": {"type": "string"}}), '"not"'),
-        (json_schema(False), "unsatisfiable"),
+        (json_schema({"allOf": [{"type": "string"}, {"type": "null"}]}), "unsatisfiable"),
         (json_schema({"$ref": "#"}), "nothing matches"),
         (json_schema({"type": "secret"}), "cannot be used"),
         (json_schema({"$ref": "http://secret.example/x"}), "cannot be used"),
@@ -185,7 +184,7 @@ def test_a_preemption_gives_the_same(model_dir: Path, tokenizer: Tokenizer) -> N
         (Grammar("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
         (Grammar("lark", "\n" * 1000), "1000 lines"),
         (Grammar("regex", "a" * 200_000), "131072"),
-        (choice([]), "at least one"),
+        (Grammar("choice", "[]"), "at least one"),
         (choice(["a", ""]), "none that is empty"),
         (choice(["a"] * 1025), "1024"),
     ],
@@ -229,9 +228,9 @@ def test_waiting_for_a_grammar_can_be_cancelled_and_has_an_end(model_dir: Path) 
         engine.submit("free", prompt(2))
         engine.send(msg.Cancel(seq="cancelled"))
         assert engine.step()  # others do not wait
-        now[0] = 11.0
+        now[0] = 31.0
         engine.step()
-        assert "10 seconds" in engine.failed["late"].message
+        assert "30 seconds" in engine.failed["late"].message
     finally:
         released.set()
         gate.result(30)
