@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from common.grammar.grammar import Grammar, invalid
 
 # Endless blanks are a known way for a model to never finish an object; these are enough to indent it.
-JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
+JSON_BLANKS = r"[ \t\r\n]{1,32}"
 _QUOTED = re.compile(r'"[^"]*"|\'[^\']*\'|`[^`]*`')
 _KEYWORDS = re.compile(r'Unimplemented keys: \[([a-zA-Z$", ]{1,200})\]')
 _HINTS = ("unsatisfiable schema", "too deeply nested", "recursion limit", "too large", "fuel exhausted", "unclosed")
@@ -107,7 +107,7 @@ def lark_of(text: str) -> str:
         return text
     try:
         return str(any_to_lark(text))
-    except (ValueError, RecursionError, IndexError, KeyError, AssertionError):
+    except (GbnfToLarkError, ValueError, RecursionError, LookupError, AssertionError):
         raise invalid("the grammar is not valid GBNF") from None
 
 
@@ -120,7 +120,9 @@ def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             try:
-                return str(LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_OPTIONS))
+                return str(
+                    LLMatcher.grammar_from_json_schema(grammar.source, defaults={"whitespace_pattern": JSON_BLANKS})
+                )
             except ValueError:
                 raise invalid("the JSON schema must be a JSON object") from None
         case "regex":

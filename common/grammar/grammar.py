@@ -57,7 +57,7 @@ class Grammar(msgspec.Struct, frozen=True):
             found = msgspec.json.decode(self.source, type=list[str])
         except msgspec.MsgspecError:
             raise invalid("a choice is a list of strings") from None
-        if not all(found):
+        if not found or not all(found):
             raise invalid("a choice must hold at least one string, and none that is empty")
         return found
 

@@ -146,9 +146,12 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 
 def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
+    message = pb.Grammar()
     if grammar.kind == "choice":
-        return pb.Grammar(choice=pb.GrammarChoice(strings=grammar.choices()))
-    return pb.Grammar(**{grammar.kind: grammar.source})
+        message.choice.strings.extend(grammar.choices())
+    else:
+        setattr(message, grammar.kind, grammar.source)
+    return message
 
 
 def grammar_from_proto(message: pb.Grammar) -> Grammar:

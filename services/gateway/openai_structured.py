@@ -53,6 +53,11 @@ def grammar_of(body: StructuredBody) -> Grammar | None:
     if len(found) > 1:
         fields = ", ".join(field for field, _ in found)
         raise InvalidArgument(f"only one of these can be asked for: {fields}", field=found[-1][0])
+    for field, grammar in found:
+        try:
+            grammar.validate()
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, field=field) from None
     return found[0][1] if found else None
 
 

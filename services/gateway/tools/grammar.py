@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from common.grammar.compiler import JSON_OPTIONS, lark_string
+from common.grammar.compiler import JSON_BLANKS, lark_string
 from common.grammar.grammar import Grammar
 from common.models.tokenizer import Tokenizer
 from services.gateway.tools.formats import ToolFormat, special_markers
@@ -53,4 +53,4 @@ def _schema(schema: dict[str, Any] | None) -> str:
         schema = {"type": "object", "additionalProperties": False}
     elif not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf", "const", "enum")):
         schema = {"type": "object", **schema}
-    return json.dumps({**schema, "x-guidance": {**JSON_OPTIONS, **schema.get("x-guidance", {})}}, ensure_ascii=False)
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": JSON_BLANKS}}, ensure_ascii=False)

@@ -6,6 +6,9 @@ from epd.v1 import generation_pb2
 from services.gateway.tools.formats import ToolFormat
 from services.gateway.tools.scanner import CallScanner
 
+_BLANKS = " \t\r\n"
+_BETWEEN = _BLANKS + ";"  # calls without markers
+
 
 class _Mode(Enum):
     TEXT = auto()
@@ -35,7 +38,7 @@ class ToolCallParser:
         self._announced = False
         self._calls: list[generation_pb2.ToolCall] = []
         self._content: list[str] = []
-        self._said = False  # any content that is not blank
+        self._fresh = False  # nothing but blanks since a call
         self.called = 0
         self.over = False
 
@@ -51,7 +54,8 @@ class ToolCallParser:
     def flush(self, *, cut: bool) -> tuple[str, list[generation_pb2.ToolCall]]:
         """The rest, once no more comes. cut: the text goes on, but not here."""
         if self._mode is _Mode.TEXT and not (cut and self._partial(self._held)):
-            self._show(self._held if not self.called else self._held.rstrip())
+            text = self._held if self._form.begin or not self.called else self._held.strip(_BETWEEN)
+            self._show(text.rstrip() if self.called else text)
         elif self._mode is _Mode.TEXT:
             self._show(self._held[: len(self._held) - self._partial(self._held)].rstrip())
         elif self._mode is _Mode.CALL and not self._form.begin and not cut and not self._announced:
@@ -96,7 +100,7 @@ class ToolCallParser:
         shown = text[: len(text) - keep].rstrip()
         self._show(shown)
         self._held = text[len(shown) :]
-        if self.called and not self._held.strip():
+        if self._fresh and not self._held.strip():
             self._held = ""  # blanks between calls
         return False
 
@@ -116,7 +120,7 @@ class ToolCallParser:
 
     def _read_start(self) -> bool:
         """Of a format without markers: calls, or text, to the end."""
-        text = self._held.lstrip(" \t\r\n;" if self.called else " \t\r\n")
+        text = self._held.lstrip(_BETWEEN if self.called else _BLANKS)
         skipped = self._form.skipped
         if skipped and text.startswith(skipped):
             self._held = text[len(skipped) :]
@@ -162,6 +166,7 @@ class ToolCallParser:
             self._mode = _Mode.BROKEN
         else:
             self._mode = _Mode.AFTER
+        self._fresh = self._announced
         if self._announced and self._most and self.called >= self._most:
             self.over = True
 
@@ -211,11 +216,11 @@ class ToolCallParser:
         return True
 
     def _show(self, text: str) -> None:
-        if self.called and not self._said:
+        if self._fresh:
             text = text.lstrip()
         if text:
             self._content.append(text)
-            self._said = self._said or not text.isspace()
+            self._fresh = False
 
 
 def _joined(last: list[generation_pb2.ToolCall], index: int, arguments: str) -> list[generation_pb2.ToolCall]:

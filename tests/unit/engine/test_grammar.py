@@ -19,13 +19,13 @@ from tests.tokenizer import save_tokenizer
 from tests.unit.engine.harness import Harness, disaggregated
 
 EOS = 2
-SEEDED = {"temperature": 1.0, "max_tokens": 700}
+SEEDED = {"temperature": 1.0, "max_tokens": 1500}
 SIZES = {"num_blocks": 512, "max_running": 32, "token_budget": 256}
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tiny_checkpoint("llama", tmp_path_factory.mktemp("grammar"), max_context=1024))
+    return save_tokenizer(tiny_checkpoint("llama", tmp_path_factory.mktemp("grammar"), max_context=2048))
 
 
 @pytest.fixture(scope="module")
