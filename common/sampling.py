@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidArgument
+from common.grammar.grammar import Grammar
 
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
@@ -31,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
     prompt_logprobs: int | None = None  # likewise, of the prompt's tokens
+    grammar: Grammar | None = None  # that the whole output follows
 
     @property
     def greedy(self) -> bool:
@@ -68,6 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         for token in self.stop_token_ids:
             _range("stop_token_ids", token, 0, vocab_size - 1)
+        if self.grammar is not None:
+            self.grammar.validate()
 
     def check_prompt(self, tokens: int) -> None:
         """Raises InvalidArgument when the prompt's log probabilities would be too many."""

@@ -8,13 +8,14 @@ import common.engine.messages as msg
 from common.cache.keys import root_key
 from common.engine import answers, report
 from common.engine.block_pool import BlockPool
-from common.engine.executor import Batch, Executor, Sampled
+from common.engine.executor import Batch, Executor, Row, Sampled
+from common.engine.grammars import Grammars
 from common.engine.kv_manager import KvManager
 from common.engine.prompt_media import read_media
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Limits, Sequence, State, Timings
 from common.engine.settings import EngineSettings
-from common.errors import Draining, DuplicateRequest, EngineFailed, EpdError, TransferFailed
+from common.errors import Draining, DuplicateRequest, EngineFailed, EpdError, InvalidArgument, TransferFailed
 from common.sampling import ChoiceTokens
 from common.transfer.pool_memory import PoolMemory
 
@@ -23,7 +24,8 @@ class EngineCore:
     """One model, one pool, all sequences. Not thread-safe; no I/O but the executor's.
 
     model, revision: what the layout says; they enter every block's key. emit takes events in the order they happen.
-    ring is called when the pool's progress counter has moved and somebody may wait for it.
+    ring is called when the pool's progress counter has moved and somebody may wait for it. grammars: None where no
+    output can follow one.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class EngineCore:
         revision: str,
         emit: Callable[[msg.AnyEvent], None],
         ring: Callable[[], None] = lambda: None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         context = executor.max_context
@@ -52,6 +55,7 @@ class EngineCore:
         self.scheduler = Scheduler(settings, self.limits, self.pool, self.kv, clock)
         self.sequences: dict[str, Sequence] = {}
         self.steps = 0
+        self.grammars = grammars
         self._executor, self._memory = executor, memory
         self._root = (model, revision)
         self._emit, self._ring, self._clock = emit, ring, clock
@@ -98,12 +102,32 @@ class EngineCore:
                 raise Draining("the engine takes no new work")
             self.limits.check(sequence)
             sequence.media = read_media(self._executor.images, command.prompt, command.media, compute=submit)
-            self.scheduler.enqueue(sequence)
+            if self._understands(sequence):
+                self.scheduler.enqueue(sequence)
         except EpdError as error:
             self._emit(answers.failed(command.seq, error))
             self._free_embeddings(sequence)
             return
         self.sequences[command.seq] = sequence
+
+    def _understands(self, sequence: Sequence) -> bool:
+        """False while the sequence's grammar is being compiled. Raises InvalidArgument, Overloaded."""
+        if sequence.sampling.grammar is None:
+            return True
+        if self.grammars is None:
+            raise InvalidArgument("this model's output cannot follow a grammar", field="grammar")
+        return self.grammars.start(sequence)
+
+    def _enqueue_compiled(self) -> None:
+        for sequence, error in self.grammars.take() if self.grammars is not None else ():
+            if self.sequences.get(sequence.seq) is not sequence:
+                continue  # cancelled meanwhile
+            try:
+                if error is not None:
+                    raise error
+                self.scheduler.enqueue(sequence)
+            except EpdError as failure:
+                self._fail(sequence, failure)
 
     def _commit(self, seq: str, first: list[ChoiceTokens]) -> None:
         sequence = self.sequences.get(seq)
@@ -154,6 +178,7 @@ class EngineCore:
 
         flush is called between, so that chunks are known before they are computed.
         """
+        self._enqueue_compiled()
         batch = self.scheduler.schedule(self.steps + 1)
         self._announce(batch)
         flush()
@@ -196,7 +221,7 @@ class EngineCore:
             tokens = [token for token in sampled if token is not None]
             scores = batch.scored.get(number, [])
             if len(tokens) < len(sampled) or any(math.isnan(entry.logprob) for entry in scores):
-                self._fail(sequence, EpdError("the model's output is not finite for this request"), poisoned=True)
+                self._fail(sequence, *_why(row))
                 continue
             row.choice.computed = row.end
             if scores:
@@ -258,7 +283,7 @@ class EngineCore:
         self._forget(sequence)
         self._emit(answers.done(sequence))
 
-    def _fail(self, sequence: Sequence, error: EpdError, *, poisoned: bool = False) -> None:
+    def _fail(self, sequence: Sequence, error: EpdError, poisoned: bool = False) -> None:
         self.scheduler.drop(sequence, poisoned=poisoned)
         self._forget(sequence)
         self._emit(answers.failed(sequence.seq, error))
@@ -291,3 +316,11 @@ class EngineCore:
         stored, removed = self.pool.events()
         if stored or removed:
             self._emit(msg.Blocks(stored=stored, removed=removed))
+
+
+def _why(row: Row) -> tuple[EpdError, bool]:
+    """Why a row has no token for each of its choices, and whether what it computed must never be shared."""
+    for choice in row.samples:
+        if choice.grammar is not None and choice.grammar.error:
+            return InvalidArgument(choice.grammar.error, field="grammar"), False
+    return EpdError("the model's output is not finite for this request"), True

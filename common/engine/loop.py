@@ -9,6 +9,7 @@ import common.engine.messages as msg
 from common.cache.keys import KvLayout
 from common.engine.core import EngineCore
 from common.engine.executor import Executor
+from common.engine.grammars import load_grammars
 from common.engine.prompt_media import ImageRules
 from common.engine.settings import EngineSettings
 from common.engine.wire import Launch, command_reader, encode
@@ -73,6 +74,7 @@ class EngineLoop:
             revision=layout.revision,
             emit=self._events.append,
             ring=self._ring,
+            grammars=load_grammars(settings, executor),
         )
         self._executor = executor
         self._open = True
@@ -126,10 +128,10 @@ class EngineLoop:
 
     def _read(self, *, block: bool) -> bool:
         """Handles all commands that are there, with block waits for the first; False when there was none."""
-        if block and not self._readable(_QUIET_SECONDS):
+        if block and not self._anything(_QUIET_SECONDS):
             if not self._core.scheduler.busy:
                 self._check()  # late enough that it never delays a request that follows at once
-            self._readable(None)
+            self._anything(None)
         any_command = False
         while self._open and self._readable(0):
             data = self._sock.recv(_READ_BYTES)
@@ -144,6 +146,18 @@ class EngineLoop:
 
     def _readable(self, timeout: float | None) -> bool:
         return bool(readable((self._sock,), timeout))
+
+    def _anything(self, timeout: float | None) -> bool:
+        """Waits for a command or a compiled grammar, and no longer than the latter may take."""
+        grammars = self._core.grammars
+        if grammars is None:
+            return self._readable(timeout)
+        if (most := grammars.timeout()) is not None:
+            timeout = most if timeout is None else min(timeout, most)
+        found = readable((self._sock, grammars.wake), timeout)
+        if grammars.wake in found:
+            grammars.heard()  # the next step takes it
+        return bool(found)
 
     def _report(self, *, final: bool) -> None:
         """Sends what happened, and the load when it changed: at most ten times a second, and once more before

@@ -14,10 +14,10 @@ from common.sampling import SamplingParams, TokenLogprob, TopLogprob
 class Sampler:
     """Applies SamplingParams to rows of logits.
 
-    Order: logit_bias, repetition penalty, presence and frequency penalties, min_tokens, temperature, top_k, top_p,
-    min_p, then Gumbel-max: the token with the highest score + noise, its noise a function of (seed, choice, position,
-    token id). A random cumulative sum would do too, but flips on noise of 1e-5 in any logit; a maximum flips on near
-    ties only.
+    Order: logit_bias, repetition penalty, presence and frequency penalties, min_tokens, grammar, temperature, top_k,
+    top_p, min_p, then Gumbel-max: the token with the highest score + noise, its noise a function of (seed, choice,
+    position, token id). A random cumulative sum would do too, but flips on noise of 1e-5 in any logit; a maximum flips
+    on near ties only.
     """
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
@@ -26,7 +26,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, targets: Sequence[Sequence[Choice]]) -> list[list[Sampled | None]]:
         """One token for every choice of targets[i], from logits[i].
 
-        logits: [rows, vocab_size], any float dtype, any device. None stands for a row that is not finite.
+        logits: [rows, vocab_size], any float dtype, any device. None stands for a row that is not finite, or for a
+        choice whose grammar has failed.
         """
         if not targets:
             return []
@@ -42,11 +43,15 @@ class Sampler:
             sampled: list[Sampled | None] = []
             for choice in choices:
                 params = choice.sequence.sampling
-                if params.greedy and _plain(choice):
+                token: int | None
+                if params.greedy and _plain(choice) and choice.grammar is None:
                     token = int(greedy[row])
                 else:
                     values = logits[row].cpu().numpy() if values is None else values
                     token = choose(values, choice, self._eos)
+                if token is None:
+                    sampled.append(None)
+                    continue
                 logprob = None
                 if params.top_logprobs is not None:
                     values = logits[row].cpu().numpy() if values is None else values
@@ -68,15 +73,25 @@ def _plain(choice: Choice) -> bool:
     )
 
 
-def choose(logits: np.ndarray, choice: Choice, eos_token_ids: Sequence[int]) -> int:
-    """The next token of a choice. logits: float32 [vocab_size], raw; left as they are."""
+def choose(logits: np.ndarray, choice: Choice, eos_token_ids: Sequence[int]) -> int | None:
+    """The next token of a choice; None when its grammar has failed. logits: float32 [vocab_size], raw; left as they
+    are."""
     params = choice.sequence.sampling
     scores = logits if _plain(choice) else _penalized(logits, choice, eos_token_ids)
+    allowed: np.ndarray | None = None
+    if choice.grammar is not None:
+        allowed = choice.grammar.allowed(choice.output, ends=eos_token_ids if params.ignore_eos else ())
+        if allowed is None:
+            return None
+        # Where min_tokens forbids all that the grammar allows, its end, the grammar counts.
+        scores = _masked(scores if np.isfinite(scores[allowed]).any() else logits, allowed)
     if params.greedy:
         return int(scores.argmax())
     # Relative to the best, so that the smallest temperature cannot overflow.
     scores = (scores.astype(np.float64) - scores.max()) / params.temperature
     kept = _filtered(scores, params)
+    if kept is None and allowed is not None:
+        kept = np.flatnonzero(allowed)
     noise = gumbel(params.seed, choice.index, len(choice.output), kept, len(scores))
     if kept is None:
         return int((scores + noise).argmax())
@@ -101,6 +116,11 @@ def _penalized(logits: np.ndarray, choice: Choice, eos_token_ids: Sequence[int])
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
         scores[[token for token in stops if token < len(scores)]] = -np.inf
     return scores
+
+
+def _masked(scores: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """What the grammar does not allow cannot be drawn."""
+    return np.where(allowed, scores, np.float32(-np.inf))
 
 
 def _filtered(scores: np.ndarray, params: SamplingParams) -> np.ndarray | None:

@@ -7,6 +7,7 @@ from common.cache.keys import block_keys
 from common.engine.messages import Reserve, Submit
 from common.engine.prompt_media import PromptMedia
 from common.errors import ContextTooLong, InvalidArgument, NeverFits
+from common.grammar.compiler import GrammarState
 from common.sampling import SamplingParams, TokenLogprob
 
 
@@ -80,7 +81,7 @@ class Choice:
 
     output: tokens after the prompt, those given by a resume included. blocks: ids in token order, maybe more than
     needed. computed: tokens whose KV is in the blocks. indexed: blocks already offered to the prefix index (hits
-    included).
+    included). grammar: where the output is in the request's grammar, if it has one.
     """
 
     sequence: "Sequence"
@@ -93,6 +94,7 @@ class Choice:
     prefilling: bool = True
     preemptions: int = 0
     finished: bool = False
+    grammar: GrammarState | None = None
 
     @property
     def length(self) -> int:
@@ -131,6 +133,8 @@ class Choice:
         stops = token in sampling.stop_token_ids or (token in limits.eos_token_ids and not sampling.ignore_eos)
         if stops and count > sampling.min_tokens:
             return "stop", token
+        if self.grammar is not None and self.grammar.ended(self.output):
+            return "stop", None
         if sampling.max_tokens is not None and count >= sampling.max_tokens:
             return "length", None
         if self.length >= limits.longest:

@@ -41,7 +41,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        path = Path(directory)
+        path = self.directory = Path(directory)
         source = (path / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = tokenizers.Tokenizer.from_str(source)
         self._tokenizer.no_truncation()
@@ -123,6 +123,17 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def end_token_id(self) -> int:
+        """The end-of-text token that the files name; else some special token."""
+        found = self._tokenizer.token_to_id(self._special_names.get("eos_token", ""))
+        return max(self.special_ids, default=0) if found is None else int(found)
+
+    @property
+    def chat_template(self) -> str:
+        """Its source; empty when there is none."""
+        return self._template or ""
 
     @cached_property
     def takes_parts(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from common.cache.keys import EmbeddingLayout, KvLayout
 from common.engine.messages import Media
 from common.errors import InvalidArgument
+from common.grammar.grammar import Grammar, choice
 from common.sampling import ChoiceTokens, SamplingParams, TokenLogprob, TopLogprob
 from common.transfer.key import Identity, TransferKey
 from epd.v1 import types_pb2 as pb
@@ -129,13 +130,40 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
         value = getattr(params, name)
         if value is not None:
             setattr(message, name, value)
+    if params.grammar is not None:
+        message.grammar.CopyFrom(grammar_to_proto(params.grammar))
     return message
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Absent fields take the defaults of SamplingParams; its validate() checks ranges. Floats are float32 values."""
     given = {name: getattr(message, name) for name in _OPTIONAL_FIELDS if message.HasField(name)}
-    return SamplingParams(logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids), **given)
+    return SamplingParams(
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
+        **given,
+    )
+
+
+def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
+    message = pb.Grammar()
+    if grammar.kind == "choice":
+        message.choice.strings.extend(grammar.choices())
+    else:
+        setattr(message, grammar.kind, grammar.source)
+    return message
+
+
+def grammar_from_proto(message: pb.Grammar) -> Grammar:
+    """Raises InvalidArgument for one of no kind."""
+    match message.WhichOneof("kind"):
+        case None:
+            raise InvalidArgument("grammar: json_schema, regex, choice or lark is required", field="grammar")
+        case "choice":
+            return choice(message.choice.strings)
+        case kind:
+            return Grammar(kind, getattr(message, kind))
 
 
 def logprob_to_proto(entry: TokenLogprob) -> pb.TokenLogprob:

@@ -9,6 +9,7 @@ from epd.v1 import generation_pb2, types_pb2
 from services.gateway.accounting import AttemptRecord
 from services.gateway.detokenize import detokenizer
 from services.gateway.stops import StopMatcher
+from services.gateway.tools.plan import ToolPlan
 
 _RUNNING = types_pb2.FINISH_REASON_UNSPECIFIED
 _REASONS = (_RUNNING, types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH)
@@ -31,6 +32,7 @@ class Choice:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         mute: bool = False,
+        tools: ToolPlan | None = None,
     ) -> None:
         """include_stop: the text ends with what ended it. mute: only the prompt is wanted; the token that it takes to
         have it computed is shown to nobody."""
@@ -41,7 +43,10 @@ class Choice:
         self.finish_reason: types_pb2.FinishReason = _RUNNING
         self.records: list[AttemptRecord] = []
         self.on_tokens: Callable[[int], None] = lambda tokens: None
-        self._detokenizer = detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        shown = tools.shown if tools is not None else frozenset[int]()
+        self._detokenizer = detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
+        self._parser = tools.parser() if tools is not None else None
+        self._calls: list[generation_pb2.ToolCall] = []
         self._show_stop_token = include_stop or not skip_special_tokens
         self._matcher = StopMatcher(stops, include=include_stop) if stops else None
         self._min_tokens = sampling.min_tokens
@@ -89,25 +94,33 @@ class Choice:
                 shown = ids[:-1]
         if self._matcher is None:
             self._keep(ids, tokens.logprobs)
-            self._text.append(self._detokenizer.push(shown))
+            self._say(self._detokenizer.push(shown))
         else:
             for i, token_id in enumerate(ids):
                 self._keep((token_id,), tokens.logprobs[i : i + 1])
                 if i < len(shown):
-                    self._text.append(self._match(self._detokenizer.push((token_id,))))
+                    self._say(self._match(self._detokenizer.push((token_id,))))
                 if self._matcher.matched is not None:
-                    self.finish_reason = types_pb2.FINISH_REASON_STOP
                     self._stop_token_id = None
+                    self._end(types_pb2.FINISH_REASON_STOP)
                     return True
         if tokens.finish_reason != _RUNNING:
             self._finish(tokens.finish_reason)
+        elif self._parser is not None and self._parser.over:  # one call was asked for, and is there
+            self._end(types_pb2.FINISH_REASON_STOP)
+            return True
         return False
 
     def take(self) -> generation_pb2.ChoiceDelta:
         """Everything since the last call."""
         delta = generation_pb2.ChoiceDelta(
-            index=self.index, text="".join(self._text), token_ids=self._token_ids, logprobs=self._logprobs
+            index=self.index,
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            tool_calls=self._calls,
         )
+        self._calls = []
         self._text, self._token_ids, self._logprobs, self._first = [], [], [], False
         if self.finished:
             self._told_end = True
@@ -135,5 +148,22 @@ class Choice:
             rest = self._match(rest) + self._matcher.flush()
             if self._matcher.matched is not None:
                 reason, self._stop_token_id = types_pb2.FINISH_REASON_STOP, None
-        self._text.append(rest)
+        self._say(rest)
+        self._end(reason)
+
+    def _say(self, text: str) -> None:
+        if self._parser is None:
+            self._text.append(text)
+        else:
+            self._keep_parsed(*self._parser.push(text))
+
+    def _keep_parsed(self, content: str, calls: Sequence[generation_pb2.ToolCall]) -> None:
+        self._text.append(content)
+        self._calls.extend(calls)
+
+    def _end(self, reason: types_pb2.FinishReason) -> None:
+        if self._parser is not None:
+            self._keep_parsed(*self._parser.flush(cut=reason != types_pb2.FINISH_REASON_STOP))
+            if self._parser.called and reason == types_pb2.FINISH_REASON_STOP:
+                reason = types_pb2.FINISH_REASON_TOOL_CALLS
         self.finish_reason = reason

@@ -22,8 +22,11 @@ class Detokenizer(Protocol):
         """The rest, once no more ids come. What never became a character is shown as one replacement character."""
 
 
-def detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
-    skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+def detokenizer(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+) -> Detokenizer:
+    """shown: special tokens that are not skipped."""
+    skip = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
     return ByteDetokenizer(tokenizer, skip) if tokenizer.byte_level else WindowDetokenizer(tokenizer, skip)
 
 

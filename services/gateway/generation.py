@@ -156,6 +156,7 @@ class _Life:
                     skip_special_tokens=prepared.skip_special_tokens,
                     include_stop=prepared.include_stop,
                     mute=prepared.prompt_only,
+                    tools=prepared.tools,
                 )
                 for index in range(prepared.n)
             ]

@@ -23,6 +23,7 @@ from services.gateway.generation import Generator
 from services.gateway.identity.identity import Identity
 from services.gateway.openai_format import Answer, ChatFormat, CompletionFormat, PromptScores, error_json
 from services.gateway.openai_schema import ChatBody, CompletionBody, chat_request, completion_requests, parse
+from services.gateway.openai_structured import named
 from services.gateway.preprocess import MAX_LABEL
 from services.gateway.request_id import RequestIds, label_of
 from services.gateway.responses_format import ResponseAnswer
@@ -96,6 +97,18 @@ class HttpEdge:
         return await self._answer(request, tenant, body, completion_requests(body))
 
     async def _answer(
+        self,
+        request: Request,
+        tenant: str,
+        body: ChatBody | CompletionBody,
+        asked: list[generation_pb2.GenerateRequest],
+    ) -> Response:
+        try:
+            return await self._answered(request, tenant, body, asked)
+        except EpdError as error:
+            raise named(error, body) from None
+
+    async def _answered(
         self,
         request: Request,
         tenant: str,

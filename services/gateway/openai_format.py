@@ -9,8 +9,13 @@ from common.errors import EpdError
 from common.models.tokenizer import Tokenizer
 from common.rpc import wire
 from epd.v1 import generation_pb2, types_pb2
+from services.gateway.tools.openai import Calls, deltas
 
-_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
+_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 _LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON has not
 Json = dict[str, Any]
 
@@ -34,6 +39,8 @@ class ChatFormat:
             delta = {"role": "assistant", "content": ""}
         if choice.text:
             delta["content"] = choice.text
+        if choice.tool_calls:
+            delta["tool_calls"] = deltas(choice.tool_calls)
         entry = self.logprobs(choice.logprobs, index) if logprobs and choice.logprobs else None
         found = [_piece(index, {"delta": delta}, entry, None)] if delta or entry else []
         if choice.finish_reason in _REASONS:
@@ -170,6 +177,7 @@ class Answer:
         self._texts: dict[int, list[str]] = {}
         self._entries: dict[int, list[types_pb2.TokenLogprob]] = {}
         self._reasons: dict[int, str] = {}
+        self._calls: dict[int, Calls] = {}
         self.usage = generation_pb2.Usage()
         self.accounts: list[generation_pb2.Accounting] = []
 
@@ -200,12 +208,16 @@ class Answer:
             index = first_index + choice.index
             self._texts.setdefault(index, []).append(choice.text)
             self._entries.setdefault(index, []).extend(choice.logprobs)
+            self._calls.setdefault(index, Calls()).add(choice.tool_calls)
             if choice.finish_reason in _REASONS:
                 self._reasons[index] = _REASONS[choice.finish_reason]
 
     def whole(self, *, timing: bool) -> Json:
         choices = [self._choice(index, "".join(texts)) for index, texts in sorted(self._texts.items())]
         found = self._head | {"object": self._form.kind, "choices": choices}
+        for choice in choices:
+            if "message" in choice:
+                self._calls[choice["index"]].put_into(choice["message"])
         if self._scores is not None and isinstance(self._form, ChatFormat):
             found["prompt_logprobs"] = self._scores.of(self._prompts[0])
         return found | self._tail(usage=True, timing=timing)

@@ -6,14 +6,17 @@ anyway (`user`, `store: false`, ...) are taken; those that ask for more are refu
 
 import re
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from common.errors import InvalidArgument
+from common.rpc import wire
 from common.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS
 from epd.v1 import generation_pb2
+from services.gateway.openai_structured import StructuredBody, grammar_of
 from services.gateway.preprocess import MAX_LABEL
+from services.gateway.tools.openai import Call, Choice, fill_message, fill_tools
 
 MAX_PROMPTS = 64
 _MAX_UINT32 = 2**32 - 1
@@ -28,10 +31,6 @@ _PATH = re.compile(r"at `\$\.?([^`\[.]*)")
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +60,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     include_stop_str_in_output: bool | None = None
 
 
-class _Common(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Common(SamplingBody, StructuredBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat completions take."""
 
     max_tokens: int | None = None
@@ -101,20 +100,23 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str | list[TextPart | ImagePart] | None = None
     name: str | None = None
     refusal: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatBody(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     # OpenAI's that change nothing here, or only at the value that they have anyway
-    response_format: ResponseFormat | None = None
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: list[Literal["text"]] | None = None
-    parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None  # as session_id, which wins
     # beyond OpenAI's
@@ -147,8 +149,6 @@ def parse(body: bytes, kind: type[Body]) -> Body:
 
 def chat_request(body: ChatBody) -> generation_pb2.GenerateRequest:
     """Raises InvalidArgument for what the wire cannot carry; ranges are checked where gRPC requests are."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidArgument("response_format: only type 'text' is supported", field="response_format")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -164,6 +164,7 @@ def chat_request(body: ChatBody) -> generation_pb2.GenerateRequest:
         request.chat.add_generation_prompt = body.add_generation_prompt
     request.chat.continue_final_message = bool(body.continue_final_message)
     fill_chat(request.chat, body.messages)
+    fill_tools(request.chat, body.tools or (), body.tool_choice, body.parallel_tool_calls)
     return request
 
 
@@ -173,9 +174,10 @@ def fill_chat(chat: generation_pb2.Chat, messages: Sequence[Message]) -> None:
         raise InvalidArgument("messages must not be empty", field="messages")
     for message in messages:
         added = chat.messages.add(role=message.role)
-        if message.content is None:
+        fill_message(added, message.tool_calls, message.tool_call_id, message.name)
+        if message.content is None and not message.tool_calls:
             raise InvalidArgument("messages: content is required", field="messages")
-        for part in [TextPart(message.content)] if isinstance(message.content, str) else message.content:
+        for part in [TextPart(message.content)] if isinstance(message.content, str) else message.content or ():
             if isinstance(part, TextPart):
                 added.content.add(text=unicode(part.text, "messages"))
             else:
@@ -250,6 +252,8 @@ def _common_request(
         request.sampling.prompt_logprobs = count
     if echo and top_logprobs is not None:
         request.sampling.prompt_logprobs = max(top_logprobs, body.prompt_logprobs or 0)
+    if (grammar := grammar_of(body)) is not None:
+        request.sampling.grammar.CopyFrom(wire.grammar_to_proto(grammar))
     if body.n is not None:
         request.n = uint32(body.n, "n", 1, MAX_CHOICES)
     if body.stream_options is not None and not body.stream:

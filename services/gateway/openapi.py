@@ -51,7 +51,7 @@ def _object(required: Json, optional: Json | None = None) -> Json:
 def _answer(kind: str, choice: Json, *, scores: str) -> Json:
     """scores: where prompt_logprobs are, "choice" or "answer"."""
     told = {"prompt_logprobs": {"type": "array", "items": {"type": ["object", "null"]}}}
-    reason = {"enum": ["stop", "length"]}
+    reason = {"enum": ["stop", "length", "tool_calls"]}
     logprobs = {"anyOf": [{"type": "object"}, {"type": "null"}]}
     fields = {"index": _INTEGER, **choice, "logprobs": logprobs, "finish_reason": reason}
     choices = _object(fields, told if scores == "choice" else None)
@@ -107,7 +107,9 @@ def _response() -> Json:
 
 
 def _schemas() -> Json:
-    message = _object({"role": _TEXT, "content": _TEXT, "refusal": {"type": "null"}})
+    text = {"type": ["string", "null"]}
+    calls = {"type": "array", "items": {"type": "object"}}
+    message = _object({"role": _TEXT, "content": text, "refusal": {"type": "null"}}, {"tool_calls": calls})
     model = _object({"id": _TEXT, "object": {"enum": ["model"]}, "created": _INTEGER, "owned_by": _TEXT})
     optional_text = {"type": ["string", "null"]}
     error = _object({"message": _TEXT, "type": _TEXT, "param": optional_text, "code": optional_text})

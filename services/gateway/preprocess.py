@@ -23,9 +23,12 @@ from common.sampling import MAX_CHOICES, SamplingParams
 from epd.v1 import generation_pb2, types_pb2
 from services.gateway import media
 from services.gateway.fleet import Fleet
+from services.gateway.grammars import GrammarChecks
 from services.gateway.media import MediaItem, Source
 from services.gateway.prompt import prompt_ids
 from services.gateway.settings import DEFAULT_TENANT
+from services.gateway.tools.plan import ToolPlan, plan
+from services.gateway.tools.schema import offer
 from services.gateway.worker import keys_id
 
 MAX_STOPS = 16
@@ -57,6 +60,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     echo: str | None = None  # the prompt's text, where it is to be sent back
     include_stop: bool = False  # the text ends with what ended it
     prompt_only: bool = False  # max_tokens 0: nothing but the prompt is wanted; `sampling` has 1
+    tools: ToolPlan | None = None
 
     @property
     def single_token(self) -> bool:
@@ -98,6 +102,7 @@ class Preprocessor:
         """specs: of the models that take images, by name. cache_bytes: of a tenant, see Prepared."""
         self._cache_bytes = cache_bytes
         self.tokenizers = tokenizers
+        self._grammars = GrammarChecks(tokenizers)
         self.specs = specs
         self._limits = limits
         self._remote = remote
@@ -108,6 +113,7 @@ class Preprocessor:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def model(self, name: str, *, images: bool = False) -> str:
         """The model asked for; without a name the first, with images the first that takes them. Raises
@@ -133,6 +139,7 @@ class Preprocessor:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
         records = self._fleet.records(model) or await self._fleet.wait_for_records(model, self._wait_seconds)
         sampling.validate(min(record.vocab_size for record in records))
+        sampling, tools = await self._with_grammar(request, model, sampling)
         named = self._salt_secret or tenant != DEFAULT_TENANT
         salt = hmac.new(self._salt_secret, tenant.encode(), hashlib.sha256).digest() if named else b""
         fetched = await media.fetch(images, self._remote)
@@ -165,6 +172,7 @@ class Preprocessor:
             echo=await self._echo(request, self.tokenizers[model], prompt) if request.echo else None,
             include_stop=request.include_stop_in_output,
             prompt_only=prompt_only,
+            tools=tools,
         )
 
     async def _echo(self, request: generation_pb2.GenerateRequest, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
@@ -199,6 +207,19 @@ class Preprocessor:
         if images and model not in self.specs:
             raise InvalidArgument(f"{images[0].field}: model {model} takes no images", field=images[0].field)
         self._limits.check_count(len(images), "images")
+
+    async def _with_grammar(
+        self, request: generation_pb2.GenerateRequest, model: str, sampling: SamplingParams
+    ) -> tuple[SamplingParams, ToolPlan | None]:
+        """The request's grammar, its tools' included, as workers take it. Raises InvalidArgument."""
+        grammar, field = sampling.grammar, "grammar"
+        tools = plan(offer(request.chat), self.tokenizers[model], grammar)
+        if tools is not None and tools.grammar is not None:
+            grammar, field = tools.grammar, "tools"
+        if grammar is None:
+            return sampling, tools
+        grammar = await self._grammars.check(model, grammar, field=field)
+        return msgspec.structs.replace(sampling, grammar=grammar), tools
 
     def _read(
         self,

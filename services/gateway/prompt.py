@@ -7,6 +7,8 @@ from typing import Any
 from common.models.tokenizer import Tokenizer
 from common.models.vision.spec import Size, VisionSpec
 from epd.v1 import generation_pb2
+from services.gateway.tools.prompt import fields, with_tools
+from services.gateway.tools.schema import offer
 
 
 def prompt_ids(
@@ -28,8 +30,10 @@ def prompt_ids(
             return ids if spec is None else spec.expand_ids(ids, sizes, encode, field="prompt")
         case _:
             chat = request.chat
+            messages, tools = with_tools(chat_messages(chat, tokenizer, spec), offer(chat).told, tokenizer)
             text = tokenizer.render_chat(
-                chat_messages(chat, tokenizer, spec),
+                messages,
+                tools=tools,
                 add_generation_prompt=chat.add_generation_prompt or not chat.HasField("add_generation_prompt"),
                 continue_final_message=chat.continue_final_message,
             )
@@ -46,6 +50,7 @@ def chat_messages(chat: generation_pb2.Chat, tokenizer: Tokenizer, spec: VisionS
             {
                 "role": message.role,
                 "content": [_part(part) for part in message.content] or [{"type": "text", "text": ""}],
+                **fields(message),
             }
             for message in chat.messages
         ]
@@ -54,6 +59,7 @@ def chat_messages(chat: generation_pb2.Chat, tokenizer: Tokenizer, spec: VisionS
         {
             "role": message.role,
             "content": "".join(part.text if part.HasField("text") else marker for part in message.content),
+            **fields(message),
         }
         for message in chat.messages
     ]

@@ -12,10 +12,12 @@ import common.engine.messages as msg
 from common.engine.core import EngineCore
 from common.engine.embedding_pool import create_embedding_pool
 from common.engine.executor import Batch, Executor
+from common.engine.grammars import load_grammars
 from common.engine.loop import load_executor
 from common.engine.settings import EngineSettings, TimedModel
 from common.engine.wire import Launch
 from common.models.config import embedding_layout, kv_layout
+from common.process import readable
 from common.sampling import ChoiceTokens, SamplingParams
 from common.transfer.pool_memory import PoolMemory
 
@@ -48,6 +50,7 @@ class Harness:
             revision=layout.revision,
             emit=self._take,
             ring=self._ring,
+            grammars=load_grammars(self.settings, self.executor),
         )
         self.tokens: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.reasons: dict[str, dict[int, str]] = defaultdict(dict)
@@ -111,10 +114,17 @@ class Harness:
         """Steps until nothing is left to compute."""
         idle = 0
         for _ in range(STEP_LIMIT):
+            self._wait_for_grammars()
             idle = 0 if self.step() else idle + 1
             if idle == 2:
                 return self
         raise AssertionError("the engine does not come to rest")
+
+    def _wait_for_grammars(self) -> None:
+        grammars = self.core.grammars
+        while grammars is not None and any(not future.done() for _, future, _ in grammars._waiting):
+            readable((grammars.wake,), 10)
+            grammars.heard()
 
     def one(self, prompt: Iterable[int], **options: Any) -> list[int]:
         """The tokens of one request, alone."""

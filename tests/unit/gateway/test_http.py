@@ -227,7 +227,7 @@ async def test_extensions_reach_the_workers(mesh: Mesh, http: httpx.AsyncClient)
         ("max_tokens", {"max_tokens": -5}),
         ("max_tokens", {"max_tokens": "many"}),
         ("nonsense", {"nonsense": 1}),
-        ("tools", {"tools": []}),
+        ("tools", {"tools": [{}]}),
         ("messages", {"messages": []}),
         (
             "messages[0].content[0]",
@@ -235,7 +235,7 @@ async def test_extensions_reach_the_workers(mesh: Mesh, http: httpx.AsyncClient)
         ),
         ("top_logprobs", {"top_logprobs": 3}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 30}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("stop", {"stop": [""]}),
     ],
