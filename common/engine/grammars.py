@@ -28,6 +28,9 @@ class Grammars:
         self._waiting: list[tuple[Sequence, Future[LLMatcher], float]] = []
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
+    def __del__(self) -> None:
+        os.close(self.wake)  # not before: whoever compiles for it may still write
+
     def start(self, sequence: Sequence) -> bool:
         """True when its choices can go on at once, False when `take` will tell. Raises InvalidArgument, Overloaded."""
         grammar = sequence.sampling.grammar

@@ -19,7 +19,15 @@ from common.grammar.grammar import Grammar, invalid
 JSON_BLANKS = r"[ \t\r\n]{1,32}"
 _QUOTED = re.compile(r'"[^"]*"|\'[^\']*\'|`[^`]*`')
 _KEYWORDS = re.compile(r'Unimplemented keys: \[([a-zA-Z$", ]{1,200})\]')
-_HINTS = ("unsatisfiable schema", "too deeply nested", "recursion limit", "too large", "fuel exhausted", "unclosed")
+_HINTS = (
+    "unsatisfiable schema",
+    "oneof constraints",
+    "too deeply nested",
+    "recursion limit",
+    "too large",
+    "fuel exhausted",
+    "unclosed",
+)
 
 
 class GrammarCompiler:

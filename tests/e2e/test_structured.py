@@ -1,5 +1,5 @@
-"""Structured output and tools down to real engines: prefill's token and decode's follow one grammar, also when the
-decode worker dies in mid-object."""
+"""Structured output and tools down to real engines: prefill and decode follow one grammar, also when the decode worker
+dies in mid-object."""
 
 import json
 import re
