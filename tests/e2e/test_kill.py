@@ -16,7 +16,8 @@ session = pytest.mark.asyncio(loop_scope="session")
 
 Stage = Callable[[ProcessMesh, list[Running], Role], Awaitable[bool]]
 
-PROMPT_TOKENS = 600  # 38 blocks, 86 steps of prefill
+PROMPT_TOKENS = 600  # 38 blocks
+PREFILL_BUDGET = 2  # 300 steps a prompt: the last is sent, and looked at, before the first is done
 DECODE_BLOCKS = 64  # one such request at a time: a second one waits for room
 BYTES_PER_SECOND = 300_000  # a prompt's KV, 461 kB, takes longer to move than to compute
 # In the order of sending: of two neighbours each goes to another pair of workers, so each pair gets both kinds.
@@ -32,7 +33,10 @@ async def mesh(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
         roles=("prefill", "prefill", "decode", "decode"),
         token_budget=7,
         gateway={"routing": {"hold": False}},  # so that they queue at the workers, which is what is tested
-        by_role={"decode": {"throttle_bytes_per_second": BYTES_PER_SECOND, "engine": {"num_blocks": DECODE_BLOCKS}}},
+        by_role={
+            "prefill": {"engine": {"token_budget": PREFILL_BUDGET}},
+            "decode": {"throttle_bytes_per_second": BYTES_PER_SECOND, "engine": {"num_blocks": DECODE_BLOCKS}},
+        },
     ) as made:
         yield made
 
