@@ -58,8 +58,7 @@ class Load:
         async for message in self._mesh.stub.Generate(request, timeout=120, metadata=(("x-epd-tenant", tenant),)):
             tokens = sum(len(choice.token_ids) for choice in message.choices)
             if tokens and self.open:
-                if kind == tenant:
-                    self.service[tenant] += prompt * first + 2 * tokens
+                self.service[tenant] += prompt * first + 2 * tokens
                 if first:
                     self.ttft[kind].append(time.perf_counter() - begin)
             first = first and not tokens

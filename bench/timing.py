@@ -9,11 +9,14 @@ does the victim itself; each question is used once. AUC: how often the asked one
 
 import argparse
 import asyncio
+import io
 import random
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+from PIL import Image
 
 from bench.mesh import BenchMesh
 from bench.report import median, save, show
@@ -26,6 +29,7 @@ PROMPT_TOKENS = 256
 PROMPT_SECONDS = 0.02  # of prefill, for all of them
 IMAGE_SECONDS = 0.02  # of one image on an encoder
 TIMEOUT_SECONDS = 60.0
+NEWS_SECONDS = 0.05  # in which a gateway hears what a worker has cached
 KINDS = ("prompt", "image")
 TENANTS = {"another tenant": "attacker", "same tenant": "victim"}
 
@@ -64,7 +68,7 @@ class Questions:
         else:
             message = request.chat.messages.add(role="user")
             message.content.add(text=f"{self._asked:08}. Look at this.")  # no prompt begins as another
-            message.content.add(image=generation_pb2.Image(data=draw(number).png()))
+            message.content.add(image=generation_pb2.Image(data=_picture(number)))
         request.sampling.max_tokens = 1
         begin, first = time.perf_counter(), 0.0
         async for answer in self._mesh.stub.Generate(
@@ -79,6 +83,17 @@ class Questions:
         return first
 
 
+def _picture(number: int) -> bytes:
+    """A drawn one, with its number in its first pixels: many are drawn alike."""
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(draw(number).png())) as drawn:
+        image = drawn.convert("RGB")
+    for place, value in enumerate(number.to_bytes(6, "little")):
+        image.putpixel((place, 0), (value, value, value))
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 async def probe(questions: Questions, probes: int) -> dict[str, dict[str, list[float]]]:
     rng = random.Random(1)
     numbers = iter(range(1 << 20, 1 << 30))
@@ -86,6 +101,7 @@ async def probe(questions: Questions, probes: int) -> dict[str, dict[str, list[f
     for _ in range(probes):
         asked = next(numbers)
         await questions.ask("victim", asked)
+        await asyncio.sleep(NEWS_SECONDS)
         plan = [(name, "asked", asked) for name in TENANTS] + [(name, "new", next(numbers)) for name in TENANTS]
         rng.shuffle(plan)
         for name, which, number in plan:

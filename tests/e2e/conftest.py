@@ -1,7 +1,7 @@
 """One etcd for all end-to-end tests, and meshes that tests of the same form share."""
 
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.mesh import LocalMesh
 from tests.tokenizer import save_tokenizer
 
 VLM = "vlm-"
+KEPT = 4
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +43,12 @@ async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
 
 
 class Meshes:
-    """Meshes by their options, started when first asked for and kept until the end of the tests."""
+    """Meshes by their options, started when first asked for. The latest `KEPT` stay: each goes on beating and watching,
+    and in one process with dozens of them everything is slow."""
 
     def __init__(self, etcd: Any, checkpoint: Callable[[str], Path], directory: Path) -> None:
         self._etcd, self._checkpoint, self._directory = etcd, checkpoint, directory
-        self._kept: dict[str, LocalMesh] = {}
-        self._stack = AsyncExitStack()
+        self._kept: OrderedDict[str, LocalMesh] = OrderedDict()
         self._count = 0
 
     def make(self, architecture: str = "llama", *, config: dict[str, Any] | None = None, **options: Any) -> LocalMesh:
@@ -58,14 +59,22 @@ class Meshes:
         return LocalMesh(settings, self._checkpoint(architecture, **(config or {})), run_dir, **options)
 
     async def get(self, architecture: str = "llama", **options: Any) -> LocalMesh:
-        """A shared one; a test leaves it as idle as it found it."""
+        """A shared one; a test leaves it as idle as it found it, and asks for at most `KEPT`."""
         key = f"{architecture} {sorted(options.items())}"
         if key not in self._kept:
-            self._kept[key] = await self._stack.enter_async_context(self.make(architecture, **options))
+            while len(self._kept) >= KEPT:
+                await self._close_oldest()
+            self._kept[key] = await self.make(architecture, **options).__aenter__()
+        self._kept.move_to_end(key)
         return self._kept[key]
 
     async def close(self) -> None:
-        await self._stack.aclose()
+        while self._kept:
+            await self._close_oldest()
+
+    async def _close_oldest(self) -> None:
+        _, mesh = self._kept.popitem(last=False)
+        await mesh.__aexit__(None, None, None)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -1,6 +1,7 @@
 """Requests under way whose workers a test disturbs."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -75,3 +76,22 @@ async def undisturbed(mesh: ProcessMesh, path: Path, running: list[Running]) -> 
             expected = dict.fromkeys(answer.choices, oracle.generate(path, each.prompt, each.max_tokens))
         assert {index: choice.tokens for index, choice in answer.choices.items()} == expected
     return answers
+
+
+ATTEMPTS = 5
+
+
+def retried(answers: list[Answer]) -> bool:
+    return max(answer.accounting.attempts for answer in answers) >= 2
+
+
+async def struck(
+    disturb: Callable[[int], Awaitable[list[Answer]]], hit: Callable[[list[Answer]], bool] = retried
+) -> list[Answer]:
+    """The answers of the first attempt, by number, in which the disturbance came in time to hit a request."""
+    for attempt in range(ATTEMPTS):
+        with contextlib.suppress(Missed):
+            answers = await disturb(attempt)
+            if hit(answers):
+                return answers
+    raise Missed(f"not one of {ATTEMPTS} attempts hit")

@@ -62,12 +62,12 @@ async def test_hops_add_up_and_the_clients_clock_agrees(form: str, meshes: Meshe
         min((first - a.ttft_seconds) / first for first, _, a in taken),
         min((total - a.total_seconds) / total for _, total, a in taken),
     ):
-        assert share <= 0.02
+        assert share <= 0.1
     # Work is found where it was done: of 200 tokens at half a millisecond each.
     for _, _, account in taken:
         assert hop(account.ttft_hops, names.PREFILL_FORWARD) >= 0.1
         # On the gateway's clock, where the first of two messages may have been the slower one.
-        assert hop(account.total_hops, names.DECODE_STEPS) >= 0.9 * 10 * 0.01
+        assert hop(account.total_hops, names.DECODE_STEPS) >= 0.5 * 10 * 0.01
         places = {each.name: each.where for each in account.total_hops}
         assert places[names.PREFILL_FORWARD] == mesh.workers[0].settings.worker_id
         assert places[names.DECODE_STEPS] == mesh.workers[-1].settings.worker_id

@@ -210,7 +210,7 @@ async def test_given_up(name: str, way: str, mesh: LocalMesh, checkpoint: Callab
     path, stage = checkpoint("llama", max_context=1024), STAGES[name]
     hog: asyncio.Task[Answer] | None = None
     # A deadline ends the request at the stage if it is long enough to get there; the stages last much longer than that.
-    for timeout in (0.2, 0.4, 0.8, 1.6, 3.2, 6.4) if way == "deadline" else (PATIENCE_SECONDS,):
+    for timeout in (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8) if way == "deadline" else (PATIENCE_SECONDS,):
         if stage.hog and (hog is None or hog.done()):
             hog = await _start_hog(mesh, *stage.hog)
         client = await _at_stage(mesh, stage, way, timeout)

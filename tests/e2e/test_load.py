@@ -12,6 +12,7 @@ import pytest
 
 from common.engine.settings import TimedModel
 from common.engine.timed_executor import TimedExecutor
+from common.policies.silence import SilencePolicy
 from epd.v1 import generation_pb2_grpc
 from services.gateway import generation
 from tests import oracle
@@ -33,6 +34,8 @@ TIMED: dict[str, Any] = {
     "timed": TimedModel(num_layers=3, vocab_size=512, max_context=4096),
     "num_blocks": 1024,
 }
+# An engine that is held looks like one that hangs.
+PATIENT = {"silence": SilencePolicy(suspect_seconds=600.0, stuck_seconds=600.0)}
 
 
 @pytest.fixture
@@ -122,7 +125,7 @@ async def test_a_small_pool_only_makes_them_wait(meshes: Meshes, checkpoint: Any
 
 @session
 async def test_beyond_the_gateways_bound_they_are_refused_with_a_hint(meshes: Meshes, gate: threading.Event) -> None:
-    mesh = await meshes.get(gateway={"max_in_flight": BOUND}, **TIMED)
+    mesh = await meshes.get(gateway={"max_in_flight": BOUND, **PATIENT}, **TIMED)
     alone = (await mesh.generate(PROMPT, max_tokens=10, ignore_eos=True)).tokens
     gate.clear()
     calls = [asyncio.create_task(attempt(mesh, PROMPT, max_tokens=10, ignore_eos=True)) for _ in range(MANY)]
@@ -158,7 +161,7 @@ async def test_beyond_the_workers_bound_they_are_refused_with_a_hint(
     form: str, meshes: Meshes, gate: threading.Event
 ) -> None:
     """The engine's own queue is full, and no other worker is there."""
-    options = {"gateway": {"max_in_flight": 1000, "max_attempts": 1}, "max_waiting": BOUND, "max_running": 4}
+    options = {"gateway": {"max_in_flight": 1000, "max_attempts": 1, **PATIENT}, "max_waiting": BOUND, "max_running": 4}
     mesh = await meshes.get(**TIMED, **FORMS[form], **options)
     gate.clear()
     calls = [asyncio.create_task(attempt(mesh, [i] * 20, max_tokens=4, ignore_eos=True)) for i in range(MANY)]
@@ -179,7 +182,7 @@ async def test_beyond_the_workers_bound_they_are_refused_with_a_hint(
 @session
 async def test_a_full_worker_is_tried_again(meshes: Meshes, gate: threading.Event) -> None:
     """A short burst over a worker's bound is no error for anybody."""
-    mesh = await meshes.get(**TIMED, max_waiting=4, max_running=4)
+    mesh = await meshes.get(**TIMED, gateway=PATIENT, max_waiting=4, max_running=4)
     gate.clear()
     calls = [asyncio.create_task(attempt(mesh, [i] * 20, max_tokens=4, ignore_eos=True)) for i in range(12)]
     await until(lambda: mesh.workers[0].context.running_requests == 12)

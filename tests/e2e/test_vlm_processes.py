@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from epd.v1 import trace_pb2, trace_pb2_grpc
-from tests.e2e.running import at_stage
+from tests.e2e.running import at_stage, struck
 from tests.e2e.test_vlm_exact import MAX_TOKENS, Asked
 from tests.mesh import Answer
 from tests.processes import ProcessMesh, Role, process_mesh
@@ -117,10 +117,12 @@ async def killed(
     mesh: ProcessMesh, asked: list[Asked], role: str, stage: Callable[[Role], Awaitable[bool]]
 ) -> list[Answer]:
     running = asyncio.create_task(answered(mesh, asked))
-    victim = await at_stage(mesh.of(role), stage)
-    await victim.kill()
-    answers = await running
-    await mesh.settled()
+    try:
+        victim = await at_stage(mesh.of(role), stage, over=running.done)
+        await victim.kill()
+    finally:
+        answers = await running
+        await mesh.settled()
     return answers
 
 
@@ -148,26 +150,30 @@ async def test_case_d11_an_encoder_is_killed_while_it_encodes(
 @session
 async def test_an_encoder_is_killed_while_prefill_pulls(mesh: ProcessMesh, checkpoint: Callable[..., Path]) -> None:
     path, rng = checkpoint("vlm-llava"), random.Random("published")
-    await mesh.whole()
 
     async def published(worker: Role) -> bool:
         status = await mesh.status(worker)
         return bool(status.load.held_rows and status.open_publications and not status.load.pending_images)
 
-    answers = await killed(mesh, [Asked(path, "three", rng) for _ in range(6)], "encode", published)
-    assert max(answer.accounting.attempts for answer in answers) >= 2
+    async def disturb(attempt: int) -> list[Answer]:
+        await mesh.whole()
+        return await killed(mesh, [Asked(path, "three", rng) for _ in range(6)], "encode", published)
+
+    await struck(disturb)
 
 
 @session
 async def test_prefill_is_killed_while_it_pulls_embeddings(mesh: ProcessMesh, checkpoint: Callable[..., Path]) -> None:
     path, rng = checkpoint("vlm-llava"), random.Random("prefill")
-    await mesh.whole()
 
     async def pulling(worker: Role) -> bool:
         return (await mesh.status(worker)).open_pulls > 0
 
-    answers = await killed(mesh, [Asked(path, "three", rng) for _ in range(6)], "prefill", pulling)
-    assert max(answer.accounting.attempts for answer in answers) >= 2
+    async def disturb(attempt: int) -> list[Answer]:
+        await mesh.whole()
+        return await killed(mesh, [Asked(path, "three", rng) for _ in range(6)], "prefill", pulling)
+
+    answers = await struck(disturb)
     encoded = [answer for answer in answers if answer.accounting.attempts >= 2]
     assert any(answer.accounting.cached_images for answer in encoded)  # the retry found them at the encoders
     assert max(len(answer.tokens) for answer in answers) == MAX_TOKENS
