@@ -3,7 +3,7 @@
 Timed workers. Each tenant keeps a number of requests there all the time. Service is prompt tokens plus twice the output
 tokens, as the counters have it. Beside virtual token counters the order of arrival.
 
-    python -m bench fairness [--seconds 15] [--light 8] [--heavy 80] [--prompt 64] [--tokens 8] [--long 2048]
+    python -m bench fairness [--seconds 30] [--light 16] [--heavy 160] [--prompt 64] [--tokens 8] [--long 2048]
 """
 
 import argparse
@@ -23,13 +23,14 @@ from common.models.fetch import find_model
 from epd.v1 import generation_pb2
 
 ORDERS = ("vtc", "fcfs")
-PROMPT_SECONDS = 0.02  # that prefill takes for a short prompt
+WARM_SECONDS = 15.0  # all that came at once has been served by then, in any order
+PROMPT_SECONDS = 0.06  # that prefill takes for a short prompt: prefill is what is short, not these cores
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--light", type=int, default=8)
-    parser.add_argument("--heavy", type=int, default=80)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--light", type=int, default=16)
+    parser.add_argument("--heavy", type=int, default=160)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--long", type=int, default=2048)
@@ -82,13 +83,13 @@ async def measure(options: argparse.Namespace, order: str) -> dict[str, Any]:
         load = Load(mesh, options)
         clients = {"light": options.light, "heavy": options.heavy}
         tasks = [asyncio.create_task(load.client(name)) for name, count in clients.items() for _ in range(count)]
-        await asyncio.sleep(3.0)  # both wait by then
+        await asyncio.sleep(WARM_SECONDS)
         load.open = True
         begin = time.perf_counter()
-        long = asyncio.create_task(load.ask("light", options.long, "long"))
         await asyncio.sleep(options.seconds)
         seconds = time.perf_counter() - begin
         service = dict(load.service)
+        long = asyncio.create_task(load.ask("light", options.long, "long"))
         await asyncio.wait({long}, timeout=60)
         for task in (*tasks, long):
             task.cancel()

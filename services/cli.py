@@ -30,7 +30,7 @@ LOCAL, ROLES, USE = "On one machine", "One role", "Use a running mesh"
 
 Address = Annotated[str, typer.Option(help="host:port of the gateway's gRPC [default: the running mesh's]")]
 Etcd = Annotated[str, typer.Option(help="host:port of an etcd, several separated by commas", envvar="EPD_ETCD")]
-Config = Annotated[str, typer.Option(help="TOML file with tables [worker] and [gateway]", envvar="EPD_CONFIG")]
+Config = Annotated[str, typer.Option(help=r"TOML file with tables \[worker] and \[gateway]", envvar="EPD_CONFIG")]
 Otlp = Annotated[
     str | None, typer.Option(help="where spans go, host:port of an OTLP collector", envvar="EPD_OTLP_ENDPOINT")
 ]

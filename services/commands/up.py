@@ -172,7 +172,9 @@ class _Mesh:
                             have = (model.encode_workers, model.prefill_workers, model.decode_workers)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                        raise Unauthenticated("the gateway wants a key: put one into EPD_API_KEY") from None
+                        raise Unauthenticated(
+                            "the gateway wants a key: put one, as `epd keys create` makes it, into EPD_API_KEY"
+                        ) from None
                 running = all(child.state == "running" for child in self.supervisor.children.values())
                 if running and all(there >= wanted for there, wanted in zip(have, want, strict=True)):
                     return

@@ -1,6 +1,7 @@
 """Where the time of a real request went: hops add up, hardly anything is left over, and the client's clock agrees."""
 
 import asyncio
+from statistics import median
 from typing import Any
 
 import pytest
@@ -39,6 +40,10 @@ def hop(hops: Any, name: str) -> float:
     return sum(wire.hop_seconds(each) for each in hops if each.name == name)
 
 
+def slack(seconds: float, least: float) -> float:
+    return max(0.02 * seconds, least)
+
+
 @session
 @pytest.mark.parametrize("form", FORMS)
 async def test_hops_add_up_and_the_clients_clock_agrees(form: str, meshes: Meshes) -> None:
@@ -56,21 +61,22 @@ async def test_hops_add_up_and_the_clients_clock_agrees(form: str, meshes: Meshe
             assert all(wire.hop_seconds(each) >= 0 for each in hops)
             assert seconds <= clock  # the client began earlier, and heard of the end later
     # What is left out is left out of every request, however busy the machine: the least that was seen counts.
-    for share in (
-        min(hop(a.ttft_hops, names.UNATTRIBUTED) / first for first, _, a in taken),
-        min(hop(a.total_hops, names.UNATTRIBUTED) / total for _, total, a in taken),
-        min((first - a.ttft_seconds) / first for first, _, a in taken),
-        min((total - a.total_seconds) / total for _, total, a in taken),
+    ttft, total = min(first for first, _, _ in taken), min(total for _, total, _ in taken)
+    for left, allowed in (
+        (min(hop(a.ttft_hops, names.UNATTRIBUTED) for _, _, a in taken), slack(ttft, 0.002)),
+        (min(hop(a.total_hops, names.UNATTRIBUTED) for _, _, a in taken), slack(total, 0.002)),
+        (min(first - a.ttft_seconds for first, _, a in taken), slack(ttft, 0.003)),
+        (min(total - a.total_seconds for _, total, a in taken), slack(total, 0.003)),
     ):
-        assert share <= 0.1
+        assert left <= allowed
     # Work is found where it was done: of 200 tokens at half a millisecond each.
     for _, _, account in taken:
         assert hop(account.ttft_hops, names.PREFILL_FORWARD) >= 0.1
-        # On the gateway's clock, where the first of two messages may have been the slower one.
-        assert hop(account.total_hops, names.DECODE_STEPS) >= 0.5 * 10 * 0.01
         places = {each.name: each.where for each in account.total_hops}
         assert places[names.PREFILL_FORWARD] == mesh.workers[0].settings.worker_id
         assert places[names.DECODE_STEPS] == mesh.workers[-1].settings.worker_id
+    # On the gateway's clock, where the first of two messages may have been the slower one: so of most requests.
+    assert median(hop(account.total_hops, names.DECODE_STEPS) for _, _, account in taken) >= 0.9 * 10 * 0.01
 
 
 @session

@@ -39,7 +39,9 @@ def read(path: Path) -> IdentityFile:
         found = yaml.safe_load(path.read_bytes()) or {}
         content = msgspec.convert(found, IdentityFile)
     except OSError as error:
-        raise InvalidArgument(f"{path} cannot be read: {error.strerror}", field="identity.file") from None
+        raise InvalidArgument(
+            f"{path} cannot be read: {error.strerror}; `epd keys create` makes one", field="identity.file"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""

@@ -72,7 +72,10 @@ class Identity:
             return named or DEFAULT_TENANT
         key = bearer(headers.get(AUTHORIZATION, ""))
         if key is None:
-            raise Unauthenticated("a key is needed here, as `authorization: Bearer KEY`", field=AUTHORIZATION)
+            raise Unauthenticated(
+                "a key is needed here, as `authorization: Bearer KEY`; epd's commands take it from EPD_API_KEY",
+                field=AUTHORIZATION,
+            )
         tenant = self._directory.tenants_by_hash.get(hash_key(key))
         if tenant is None:
             raise Unauthenticated("this key is not known", field=AUTHORIZATION)
