@@ -76,8 +76,10 @@ def _plain(choice: Choice) -> bool:
 
 
 def choose(logits: np.ndarray, choice: Choice, eos_token_ids: Sequence[int]) -> int | None:
-    """The next token of a choice; None when its grammar has failed, or when no token is possible. logits: float32 [vocab_size], raw; left as they
-    are."""
+    """The next token of a choice; None when its grammar has failed, or no token is possible.
+
+    logits: float32 [vocab_size], raw; left as they are.
+    """
     params = choice.sequence.sampling
     scores = logits if _plain(choice) else _penalized(logits, choice, eos_token_ids)
     allowed: np.ndarray | None = None
