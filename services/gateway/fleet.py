@@ -16,10 +16,6 @@ from services.gateway.pairs import Pairs
 from services.gateway.worker import Worker
 
 
-def no_workers(model: str) -> NoWorkers:
-    return NoWorkers(f"no worker can take requests for {model} now", retry_after_seconds=1.0)
-
-
 def _life(record: WorkerRecord) -> tuple[str, str]:
     return record.incarnation, record.address
 
@@ -117,6 +113,27 @@ class Fleet:
             if {r.compat_id for r in roles[PREFILL]} & {r.compat_id for r in roles[DECODE]}
         }
 
+    def no_workers(self, model: str) -> NoWorkers:
+        """The error of a request that nobody can take, which says what is missing."""
+        return NoWorkers(f"no worker can take requests for {model} now{self._missing(model)}", retry_after_seconds=1.0)
+
+    def _missing(self, model: str) -> str:
+        named = [worker for worker in self._workers.values() if model in worker.record.names]
+        if not named:
+            return ": none has registered"
+        roles = {role: [each for each in named if role in each.record.roles] for role in (PREFILL, DECODE)}
+        there = {role: [each for each in each_role if each.routable] for role, each_role in roles.items()}
+        missing = [
+            f"none of its {len(found)} {role} workers can be reached" if found else f"it has no {role} worker"
+            for role, found in roles.items()
+            if not there[role]
+        ]
+        if missing:
+            return f": {' and '.join(missing)}"
+        if not {each.compat_id for each in there[PREFILL]} & {each.compat_id for each in there[DECODE]}:
+            return ": its prefill and decode workers differ in revision, dtype or block size"
+        return ""
+
     async def wait_for_records(self, model: str, seconds: float) -> list[WorkerRecord]:
         """`records`, once there are any. Raises NoWorkers when none turns up in time."""
         try:
@@ -125,7 +142,7 @@ class Fleet:
                     await self.changed()
                 return found
         except TimeoutError:
-            raise no_workers(model) from None
+            raise self.no_workers(model) from None
 
     async def changed(self) -> None:
         """Returns at the next change of what is routable."""

@@ -144,7 +144,7 @@ class HttpEdge:
         label = label_of(request.scope)
         self._telemetry.attach(telemetry.extract(list(request.headers.items())))
         images = any(media.sources(one) for one in asked)
-        model = self._generator.preprocessor.model(asked[0].model, images=images)
+        model = self._generator.preprocessor.names.find(asked[0].model, images=images).model
         session = request.headers.get(SESSION_ID, "")
         if len(session) > MAX_LABEL:
             raise InvalidArgument(f"{SESSION_ID} must have at most {MAX_LABEL} characters", field=SESSION_ID)
@@ -189,11 +189,12 @@ class HttpEdge:
 
     async def model(self, request: Request) -> Response:
         self._identity.tenant_of(request.headers)
-        name = self._generator.preprocessor.model(request.path_params["model"])
+        name = request.path_params["model"]
+        served = self._generator.preprocessor.names.find(name)
         for model in list_models(self._generator, self._fleet):
             if model.id == name:
                 return _json(200, _model(model))
-        raise HTTPException(404, f"model {name!r} has no workers now")
+        raise HTTPException(404, self._fleet.no_workers(served.model).message)
 
     async def health(self, request: Request) -> Response:
         """503 while draining."""
@@ -306,6 +307,7 @@ def _model(model: generation_pb2.Model) -> dict[str, object]:
         "object": "model",
         "created": 0,
         "owned_by": "epd-mesh",
+        "root": model.root,
         "max_model_len": model.max_context_tokens,
         "dtype": model.dtype,
         "images": model.images,

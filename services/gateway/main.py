@@ -115,6 +115,7 @@ class Gateway:
             salt_secret=settings.salt_secret,
             wait_seconds=settings.route_wait_seconds,
             cache_bytes=lambda tenant: self.identity.limits(tenant).cache_bytes,
+            aliases=settings.aliases,
         )
         cleanup.callback(preprocessor.close)
         self.sharing = Sharing(settings.gateway_id, settings.quota, self.identity.limits, tel, settings.worker_tls)

@@ -110,7 +110,7 @@ def _schemas() -> Json:
     text = {"type": ["string", "null"]}
     calls = {"type": "array", "items": {"type": "object"}}
     message = _object({"role": _TEXT, "content": text, "refusal": {"type": "null"}}, {"tool_calls": calls})
-    model = _object({"id": _TEXT, "object": {"enum": ["model"]}, "created": _INTEGER, "owned_by": _TEXT})
+    model = _object({"id": _TEXT, "object": {"enum": ["model"]}, "created": _INTEGER, "owned_by": _TEXT, "root": _TEXT})
     optional_text = {"type": ["string", "null"]}
     error = _object({"message": _TEXT, "type": _TEXT, "param": optional_text, "code": optional_text})
     return {

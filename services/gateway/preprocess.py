@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from common.cache.keys import block_keys, root_key
-from common.errors import ContextTooLong, InvalidArgument, ModelNotFound, NeverFits
+from common.errors import ContextTooLong, InvalidArgument, NeverFits
 from common.media.limits import MediaLimits
 from common.media.remote import RemoteImages
 from common.models.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from services.gateway import media
 from services.gateway.fleet import Fleet
 from services.gateway.grammars import GrammarChecks
 from services.gateway.media import MediaItem, Source
+from services.gateway.names import Names
 from services.gateway.prompt import prompt_ids
 from services.gateway.settings import DEFAULT_TENANT
 from services.gateway.tools.plan import ToolPlan, plan
@@ -98,8 +99,11 @@ class Preprocessor:
         salt_secret: str,
         wait_seconds: float,
         cache_bytes: Callable[[str], int] = lambda tenant: 0,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """specs: of the models that take images, by name. cache_bytes: of a tenant, see Prepared."""
+        """specs: of the models that take images, by name. cache_bytes: of a tenant, as in Prepared. aliases: as in
+        Names."""
+        self.names = Names(tokenizers, specs, aliases or {})
         self._cache_bytes = cache_bytes
         self.tokenizers = tokenizers
         self._grammars = GrammarChecks(tokenizers)
@@ -115,20 +119,10 @@ class Preprocessor:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
 
-    def model(self, name: str, *, images: bool = False) -> str:
-        """The model asked for; without a name the first, with images the first that takes them. Raises
-        ModelNotFound."""
-        if not name and self.tokenizers:
-            return next(iter(self.specs if images and self.specs else self.tokenizers))
-        if name not in self.tokenizers:
-            known = ", ".join(sorted(self.tokenizers)) or "none"
-            raise ModelNotFound(f"model {name[:MAX_LABEL]!r} is not served here; served: {known}", field="model")
-        return name
-
     async def prepare(self, request: generation_pb2.GenerateRequest, tenant: str) -> Prepared:
         """Raises InvalidArgument (ContextTooLong, NeverFits) naming field and limits, ModelNotFound, NoWorkers."""
         images = media.sources(request)
-        model = self.model(request.model, images=bool(images))
+        model = self.names.find(request.model, images=bool(images)).model
         check_parameters(request)
         self._check_images(model, images)
         sampling = wire.sampling_from_proto(request.sampling)
@@ -186,7 +180,7 @@ class Preprocessor:
         """(model, its tokenizer, the prompt's token ids as `prepare` makes them). Raises InvalidArgument,
         ModelNotFound."""
         images = media.sources(request)
-        model = self.model(request.model, images=bool(images))
+        model = self.names.find(request.model, images=bool(images)).model
         check_parameters(request)
         self._check_images(model, images)
         fetched = await media.fetch(images, self._remote)
@@ -196,7 +190,7 @@ class Preprocessor:
 
     async def detokenize(self, name: str, token_ids: Sequence[int]) -> tuple[str, str]:
         """(model, text), special tokens included. Raises InvalidArgument, ModelNotFound."""
-        model = self.model(name)
+        model = self.names.find(name).model
         tokenizer = self.tokenizers[model]
         if token_ids and max(token_ids) >= tokenizer.vocab_size:
             raise InvalidArgument(f"tokens must be below the vocabulary's size, {tokenizer.vocab_size}", field="tokens")

@@ -76,8 +76,15 @@ def list_models(generator: Generator, fleet: Fleet) -> list[generation_pb2.Model
                     decode_workers=len(roles[DECODE]),
                     encode_workers=len(roles[ENCODE]),
                     images=model in generator.preprocessor.specs,
+                    root=model,
                 )
             )
+    listed = {model.id: model for model in found}
+    for alias, model in sorted(generator.preprocessor.names.aliases.items()):
+        if model in listed:
+            found.append(generation_pb2.Model())
+            found[-1].CopyFrom(listed[model])
+            found[-1].id = alias
     return found
 
 

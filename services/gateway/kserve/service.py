@@ -147,7 +147,7 @@ class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
         if not name:
             raise ModelNotFound("a model's name is needed", field="name")
         check_version(version)
-        return self._generator.preprocessor.model(name)
+        return self._generator.preprocessor.names.find(name).name
 
     def _model(self, name: str) -> generation_pb2.Model | None:
         return next((model for model in list_models(self._generator, self._fleet) if model.id == name), None)
