@@ -80,7 +80,7 @@ class Planner:
                 self._describe(span, ask.model, found)
                 return found
             if not await self._changed(begin + ask.wait_seconds):
-                raise self._fleet.no_workers(ask.model)
+                raise self._fleet.no_workers(ask.model, ask.wanted[0].adapter)
 
     @contextlib.contextmanager
     def sent(self, ask: Ask, plan: Plan, record: AttemptRecord, *, encodes: bool) -> Iterator[None]:

@@ -25,7 +25,7 @@ from services.gateway import media
 from services.gateway.fleet import Fleet
 from services.gateway.grammars import GrammarChecks
 from services.gateway.media import MediaItem, Source
-from services.gateway.names import Names
+from services.gateway.names import Names, Served
 from services.gateway.prompt import prompt_ids
 from services.gateway.settings import DEFAULT_TENANT
 from services.gateway.tools.plan import ToolPlan, plan
@@ -42,7 +42,9 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A request that workers can run."""
 
     internal_id: bytes  # 16 random bytes
+    name: str  # what answers call the model: it, or the adapter
     model: str
+    adapter: str = ""  # checksum of a LoRA adapter on it
     tenant: str
     salt: bytes
     tokenizer: Tokenizer
@@ -80,6 +82,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             min_output_tokens=max(1, _sure_tokens(self.sampling) - output_tokens),
             exclude=exclude,
             images=bool(self.media),
+            adapter=self.adapter,
             prefer_prefill=prefer_prefill,
         )
 
@@ -103,7 +106,7 @@ class Preprocessor:
     ) -> None:
         """specs: of the models that take images, by name. cache_bytes: of a tenant, as in Prepared. aliases: as in
         Names."""
-        self.names = Names(tokenizers, specs, aliases or {})
+        self.names = Names(tokenizers, specs, aliases or {}, fleet.adapters)
         self._cache_bytes = cache_bytes
         self.tokenizers = tokenizers
         self._grammars = GrammarChecks(tokenizers)
@@ -122,7 +125,8 @@ class Preprocessor:
     async def prepare(self, request: generation_pb2.GenerateRequest, tenant: str) -> Prepared:
         """Raises InvalidArgument (ContextTooLong, NeverFits) naming field and limits, ModelNotFound, NoWorkers."""
         images = media.sources(request)
-        model = self.names.find(request.model, images=bool(images)).model
+        served = self.names.find(request.model, images=bool(images))
+        model = served.model
         check_parameters(request)
         self._check_images(model, images)
         sampling = wire.sampling_from_proto(request.sampling)
@@ -138,7 +142,7 @@ class Preprocessor:
         salt = hmac.new(self._salt_secret, tenant.encode(), hashlib.sha256).digest() if named else b""
         fetched = await media.fetch(images, self._remote)
         prompt, found, keys = await asyncio.get_running_loop().run_in_executor(
-            self._pool, self._read, request, model, images, fetched, records, salt
+            self._pool, self._read, request, served, images, fetched, records, salt
         )
         n = request.n if request.HasField("n") else 1
         check_limits(prompt, n, sampling, records)
@@ -146,7 +150,9 @@ class Preprocessor:
         first_key = next(iter(keys.values()), [])[:1]
         return Prepared(
             internal_id=secrets.token_bytes(16),
+            name=served.name,
             model=model,
+            adapter=served.adapter,
             tenant=tenant,
             salt=salt,
             tokenizer=self.tokenizers[model],
@@ -180,11 +186,12 @@ class Preprocessor:
         """(model, its tokenizer, the prompt's token ids as `prepare` makes them). Raises InvalidArgument,
         ModelNotFound."""
         images = media.sources(request)
-        model = self.names.find(request.model, images=bool(images)).model
+        served = self.names.find(request.model, images=bool(images))
+        model = served.model
         check_parameters(request)
         self._check_images(model, images)
         fetched = await media.fetch(images, self._remote)
-        read = functools.partial(self._read, request, model, images, fetched, (), b"")
+        read = functools.partial(self._read, request, served, images, fetched, (), b"")
         prompt, _, _ = await asyncio.get_running_loop().run_in_executor(self._pool, read)
         return model, self.tokenizers[model], prompt
 
@@ -218,7 +225,7 @@ class Preprocessor:
     def _read(
         self,
         request: generation_pb2.GenerateRequest,
-        model: str,
+        served: Served,
         images: Sequence[Source],
         fetched: Mapping[int, bytes],
         records: Sequence[WorkerRecord],
@@ -226,16 +233,16 @@ class Preprocessor:
     ) -> tuple[list[int], tuple[MediaItem, ...], dict[str, list[bytes]]]:
         """Runs in a thread. Token ids, images in their places, and block keys by what names blocks alike: model,
         revision, block size."""
-        spec = self.specs.get(model)
+        spec = self.specs.get(served.model)
         pictures = media.read(images, fetched, self._limits)
         sizes = [picture.size for picture in pictures]
-        prompt = prompt_ids(request, self.tokenizers[model], spec, sizes)
+        prompt = prompt_ids(request, self.tokenizers[served.model], spec, sizes)
         found: tuple[MediaItem, ...] = ()
         if spec is not None:
             found = media.items(pictures, spec.place(prompt, sizes, field="prompt"), spec.options, salt)
         keys: dict[str, list[bytes]] = {}
         for layout in {keys_id(record.layout): record.layout for record in records}.values():
-            root = root_key(layout.model, layout.revision, salt)
+            root = root_key(layout.model, layout.revision, salt, served.adapter)
             spans = [item.span for item in found]
             keys[keys_id(layout)] = block_keys(root, prompt, layout.block_size, media=spans)
         return prompt, found, keys
