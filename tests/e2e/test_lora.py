@@ -126,9 +126,8 @@ async def test_load_and_unload_as_vllm_has_them(mesh: LocalMesh, adapters: Adapt
     assert again.status_code == 400
     assert "has already been loaded" in again.json()["error"]["message"]
     prompt, expected = adapters.case("http")
-    async with openai.AsyncOpenAI(
-        base_url=f"http://{mesh.gateway.http_address}/v1", api_key="none", max_retries=0
-    ) as client:
+    url = f"http://{mesh.gateway.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         cards = {card.id: card.model_dump() for card in (await client.models.list()).data}
         assert (cards["sql"]["parent"], cards["sql"]["root"], cards[MODEL]["parent"]) == (MODEL, MODEL, None)
         extra = {"ignore_eos": True}

@@ -1,7 +1,6 @@
 """LoRA adapters at the gateway: loaded on all workers or on none, and requests that reach only those that have them."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
