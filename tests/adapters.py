@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def weight_name(layer: int, module: str) -> str:
-    """Of a text model's checkpoint."""
-    return f"model.layers.{layer}.{'self_attn' if module in ATTENTION else 'mlp'}.{module}.weight"
+def weight_name(weights: Iterable[str], layer: int, module: str) -> str:
+    """Of a checkpoint's language part."""
+    end = f"layers.{layer}.{'self_attn' if module in ATTENTION else 'mlp'}.{module}.weight"
+    (found,) = (name for name in weights if name.endswith(end) and "visi" not in name and "visual" not in name)
+    return found
 
 
 def make_adapter(
@@ -40,10 +42,10 @@ def make_adapter(
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(checkpoint / "model.safetensors")
     made: dict[str, torch.Tensor] = {}
-    count = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
+    count = sum(name.endswith(".self_attn.q_proj.weight") and "visi" not in name for name in weights)
     for layer in range(count) if layers is None else layers:
         for module in modules:
-            name = weight_name(layer, module)
+            name = weight_name(weights, layer, module)
             out, inner = weights[name].shape
             key = f"base_model.model.{name.removesuffix('.weight')}"
             a = torch.randn(r, inner, generator=generator) * inner**-0.5

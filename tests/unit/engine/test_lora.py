@@ -1,5 +1,6 @@
 """LoRA adapters in the engine: tokens as of merged weights, in mixed batches, with blocks of their own."""
 
+import contextlib
 import random
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import common.engine.messages as msg
 from common.models.lora import TARGETS
 from tests import oracle
 from tests.adapters import ALL, make_adapter, merged
-from tests.checkpoints import ARCHITECTURES, tiny_checkpoint
+from tests.checkpoints import ARCHITECTURES, VLM_ARCHITECTURES, tiny_checkpoint, vlm_checkpoint
 from tests.unit.engine.harness import Harness
 
 MAX_TOKENS = 10
@@ -75,6 +76,26 @@ def test_a_mixed_batch_gives_each_row_its_own_adapter(
     assert any(
         len({row.choice.sequence.adapter for row in batch.rows[: batch.decodes]}) == 3 for batch in engine.batches
     )
+
+
+@pytest.mark.parametrize("architecture", VLM_ARCHITECTURES)
+def test_a_vision_language_models_text_part_takes_adapters_too(architecture: str, tmp_path: Path) -> None:
+    base = vlm_checkpoint(architecture, tmp_path / "base")
+    path = make_adapter(base, tmp_path / "one", seed=1)
+    whole = merged(base, path, tmp_path / "m")
+    engine = Harness.modules(base)
+    loaded = load(engine, path)
+    assert not loaded.reason, loaded.message
+    rng = random.Random(architecture)
+    expected: list[int] = []
+    while not expected:
+        prompt = [rng.randrange(30, 120) for _ in range(20)]
+        with contextlib.suppress(oracle.NearTie):
+            expected = oracle.generate_with_images(whole, prompt, [], 6)
+    engine.submit("x", prompt, adapter=loaded.adapter, max_tokens=6, temperature=0.0, ignore_eos=True)
+    engine.submit("base", prompt, max_tokens=6, temperature=0.0, ignore_eos=True)
+    engine.run()
+    assert engine.tokens["x"][0] == expected != engine.tokens["base"][0]
 
 
 def test_blocks_are_shared_within_an_adapter_and_never_beyond(tiny: Callable[[str], Path], tmp_path: Path) -> None:
