@@ -155,7 +155,7 @@ async def test_passwords_for_an_etcd_without_certificates(etcd: EtcdForTests) ->
     worker = etcd.settings(user="worker", password="new")
     assert await writable(worker) == {OWN, OTHER}
     assert await readable(worker) == {"workers", "adapters"}
-    assert await writable(etcd.settings(user="gateway", password="g")) == {GATEWAY_ENTRY}
+    assert await writable(etcd.settings(user="gateway", password="g")) == {GATEWAY_ENTRY, ADAPTER_ENTRY}
     assert await writable(etcd.settings(user="client", password="c")) == {KEY_ENTRY, TENANT_ENTRY}
     with pytest.raises(RegistryRefused):
         await EtcdRegistry(etcd.settings(user="worker", password="w")).start()
