@@ -162,4 +162,4 @@ async def test_passwords_for_an_etcd_without_certificates(etcd: EtcdForTests) ->
     root = EtcdConnection(etcd.settings(user="root", password="r"))
     await make_users(root, etcd.settings(), passwords={"worker": "newer"})  # by root, once rights are on
     await root.close()
-    assert await readable(etcd.settings(user="worker", password="newer")) == {"workers"}
+    assert await readable(etcd.settings(user="worker", password="newer")) == {"workers", "adapters"}
