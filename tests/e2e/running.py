@@ -21,9 +21,10 @@ class Running:
     def __init__(
         self, mesh: ProcessMesh, prompt: list[int], options: dict[str, Any], max_tokens: int = MAX_TOKENS
     ) -> None:
-        self.prompt, self.options, self.max_tokens = prompt, options, max_tokens
+        self.prompt, self.max_tokens = prompt, max_tokens
+        self.options = {"ignore_eos": True, **options}
         self.tokens = 0
-        self._stream = mesh.open(prompt, max_tokens=max_tokens, ignore_eos=True, **options)
+        self._stream = mesh.open(prompt, max_tokens=max_tokens, **self.options)
         self.answer: asyncio.Task[Answer] = asyncio.create_task(collect(self._counted()))
 
     async def _counted(self) -> AsyncIterator[Any]:
@@ -73,7 +74,7 @@ async def undisturbed(mesh: ProcessMesh, path: Path, running: list[Running]) -> 
     for each, answer in zip(running, answers, strict=True):
         assert set(answer.choices) == set(range(each.options.get("n", 1)))
         if "seed" in each.options:
-            again = await mesh.generate(each.prompt, max_tokens=each.max_tokens, ignore_eos=True, **each.options)
+            again = await mesh.generate(each.prompt, max_tokens=each.max_tokens, **each.options)
             assert again.accounting.attempts == 1
             expected = {index: choice.tokens for index, choice in again.choices.items()}
         else:
