@@ -32,6 +32,8 @@ OPERATIONS = (
         ("/v1/responses", "POST"),
         ("/tokenize", "POST"),
         ("/detokenize", "POST"),
+        ("/v1/load_lora_adapter", "POST"),
+        ("/v1/unload_lora_adapter", "POST"),
         ("/v1/models", "GET"),
         ("/v1/models/{model}", "GET"),
     ),
