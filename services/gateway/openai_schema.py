@@ -14,7 +14,7 @@ from common.errors import InvalidArgument
 from common.rpc import wire
 from common.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS
 from epd.v1 import generation_pb2
-from services.gateway.openai_structured import StructuredBody, grammar_of
+from services.gateway.openai_structured import SamplingBody, StructuredBody, grammar_of
 from services.gateway.preprocess import MAX_LABEL
 from services.gateway.tools.openai import Call, Choice, fill_message, fill_tools
 
@@ -33,34 +33,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all endpoints take that generate."""
-
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
-    # beyond OpenAI's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    skip_special_tokens: bool | None = None
-    stream_interval: int | None = None
-    session_id: str | None = None
-    priority: int | None = None
-    include_stop_str_in_output: bool | None = None
-
-
-class _Common(SamplingBody, StructuredBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Common(StructuredBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat completions take."""
 
     max_tokens: int | None = None

@@ -35,7 +35,34 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json_object: bool | None = None
 
 
-class StructuredBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all endpoints take that generate."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    stream_interval: int | None = None
+    session_id: str | None = None
+    priority: int | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+class StructuredBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of a body that say so; one of them."""
 
     response_format: ResponseFormat | None = None
