@@ -138,6 +138,7 @@ async def run_mesh(report: Report, project: Project) -> None:
         await report.check("metrics", lambda: checks.metrics_where_prometheus_looks(project, SCALES))
         await report.check("a decode worker dies", lambda: changes.a_killed_container(project, client))
         await report.check("docker kill of a prefill worker", lambda: changes.an_operators_kill(project, client))
+        await report.check("restart of etcd", lambda: changes.etcd_starts_again(project, client))
         await report.check("decode 2 → 3", lambda: changes.scaled_up(project, client))
         await report.check("decode 3 → 2", lambda: changes.scaled_down(project, client))
     finally:

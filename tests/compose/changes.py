@@ -4,7 +4,7 @@ import asyncio
 
 from tests.compose.checks import roles
 from tests.compose.command import CommandFailed, run
-from tests.compose.project import Project, inspected
+from tests.compose.project import Project, inside, inspected
 from tests.compose.traffic import Client
 
 RETURN_SECONDS = 240.0
@@ -23,7 +23,7 @@ async def a_killed_container(project: Project, client: Client) -> str:
 
     Not by `docker kill`: what an operator kills by that, Docker does not start again.
     """
-    plain = [(await client.chat(question, _TOKENS)).tokens for question in QUESTIONS]
+    plain = await client.undisturbed(QUESTIONS, _TOKENS)
     victim = project.containers("decode")[0]
     tasks = await client.begin(QUESTIONS, _TOKENS)
     kill_all(victim.id)
@@ -62,6 +62,30 @@ async def an_operators_kill(project: Project, client: Client) -> str:
     return f"{len(answers)} answers without it; `up` has started {victim.name} again"
 
 
+async def etcd_starts_again(project: Project, client: Client) -> str:
+    """It keeps its data in memory: requests go on without it, and every worker writes itself down anew."""
+    names = {
+        container.host for container in project.containers() if container.service in ("encode", "prefill", "decode")
+    }
+    (gateway,) = project.containers("gateway")
+    restart = asyncio.create_task(asyncio.to_thread(project.compose, "restart", "etcd"))
+    answers = [await client.chat(f"{question} In one word.", 8) for question in QUESTIONS]
+    await restart
+    async with asyncio.timeout(RETURN_SECONDS):
+        while not all(name in await registered(gateway.id) for name in names):
+            await asyncio.sleep(1)
+    await client.chat("Are you there?", 8)
+    return f"{len(answers)} answers meanwhile; all {len(names)} workers are in it again"
+
+
+async def registered(gateway: str) -> str:
+    """What `epd status` says of the registry; empty while it says nothing."""
+    try:
+        return inside(gateway, "env", "COLUMNS=200", "epd", "status", "--address", "127.0.0.1:50051")
+    except CommandFailed:
+        return ""
+
+
 async def scaled_up(project: Project, client: Client) -> str:
     before = {container.id for container in roles(project)}
     await asyncio.to_thread(project.up, "--scale", "decode=3")
@@ -70,12 +94,12 @@ async def scaled_up(project: Project, client: Client) -> str:
     (new,) = (after[id] for id in after.keys() - before)
     assert new.service == "decode"
     took = await reached(client, new.host)
-    return f"{new.name} beside the others, which were left alone; it has the {took}th request"
+    return f"{new.name} beside the others, which were left alone; of {took} requests it had one"
 
 
 async def scaled_down(project: Project, client: Client) -> str:
     """One of three leaves while all are busy: it finishes or hands over, and nobody notices."""
-    plain = [(await client.chat(question, _TOKENS)).tokens for question in QUESTIONS]
+    plain = await client.undisturbed(QUESTIONS, _TOKENS)
     tasks = await client.begin(QUESTIONS, _TOKENS)
     await asyncio.to_thread(project.up, "--scale", "decode=2")
     assert [answer.tokens for answer in await asyncio.gather(*tasks)] == plain

@@ -109,7 +109,7 @@ async def answers_http(client: Client) -> str:
 
 
 async def answers_about_pictures(client: Client) -> str:
-    png, question = picture()
+    png, question = picture(0)
     answer = await client.see(png, question)
     text = answer.choices[0].text.strip()
     assert text == question.answer, text
@@ -120,7 +120,7 @@ async def answers_about_pictures(client: Client) -> str:
 async def one_trace_over_all_hops(client: Client) -> str:
     """As Jaeger would get it, over the containers' network."""
     text = await client.chat("Name three colours.")
-    png, question = picture()
+    png, question = picture(1)
     image = await client.see(png, question)
     looked = []
     for answer, wanted in ((text, TEXT_EDGES), (image, IMAGE_EDGES)):

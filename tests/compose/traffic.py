@@ -26,6 +26,7 @@ class Client(MeshClient):
     def __init__(self, project: Project) -> None:
         self._project = project
         self.http = f"http://{project.address('gateway', 8000)}"
+        self._undisturbed: dict[tuple[str, int], list[int]] = {}
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as client:
@@ -35,6 +36,14 @@ class Client(MeshClient):
 
     async def chat(self, question: str, max_tokens: int = 16) -> Answer:
         return await collect(self.stream(question, max_tokens))
+
+    async def undisturbed(self, questions: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """The tokens of each one's answer when it is alone. They are asked for once."""
+        for question in questions:
+            if (question, max_tokens) not in self._undisturbed:
+                answer = await self.chat(question, max_tokens)
+                self._undisturbed[question, max_tokens] = answer.tokens
+        return [self._undisturbed[question, max_tokens] for question in questions]
 
     def stream(self, question: str, max_tokens: int) -> Any:
         request = generation_pb2.GenerateRequest(model=DEFAULT_MODEL)
@@ -87,6 +96,7 @@ async def _telling(stream: Any, begun: asyncio.Event) -> AsyncIterator[Any]:
     begun.set()  # a short answer
 
 
-def picture() -> tuple[bytes, Question]:
-    (shown,) = heldout(1, seed=7)
+def picture(number: int) -> tuple[bytes, Question]:
+    """The same for the same number; one that was not asked about before is in no cache."""
+    shown = heldout(number + 1, seed=7)[number]
     return shown.png(), next(question for question in shown.questions() if question.kind == "background")
