@@ -154,6 +154,7 @@ async def run_with_tls(report: Report, project: Project, work: Path) -> None:
     if report.failed:
         return
     await report.check("TLS: answers", lambda: tls.answers_by_tls(project, epd, work))
+    await report.check("TLS: bytes by shm", lambda: checks.bytes_go_by_shm(Client(project)))
     await report.check("TLS: etcd", lambda: tls.etcd_wants_a_certificate(project))
 
 

@@ -58,6 +58,7 @@ def own_daemon(work: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
+        works("umount", str(running / "netns" / "default"))  # which dockerd leaves
 
 
 def _install() -> None:

@@ -12,7 +12,7 @@ from common.models.pictures import Question, heldout
 from epd.v1 import generation_pb2
 from tests.compose.project import Project, inside
 from tests.mesh import Answer, MeshClient, collect
-from tests.otlp import Received
+from tests.otlp import Received, edges
 
 ANSWER_SECONDS = 300.0  # many containers start, and answer, on two cores
 SPANS_SECONDS = 30.0
@@ -76,14 +76,28 @@ class Client(MeshClient):
         (receiver,) = self._project.containers("jaeger")
         return [Received(**json.loads(line)) for line in inside(receiver.id, "cat", "/tmp/spans").splitlines()]
 
-    async def trace(self, trace_id: str, last: str) -> list[Received]:
-        """A trace that has a span of the name `last`, which comes when the others have."""
+    async def spans_of(self, name: str) -> list[Received]:
+        """Spans with a name; waits for the first."""
         async with asyncio.timeout(SPANS_SECONDS):
             while True:
-                spans = [span for span in self.spans() if span.trace_id == trace_id]
-                if any(span.name == last for span in spans):
-                    return spans
+                named = [span for span in self.spans() if span.name == name]
+                if named:
+                    return named
                 await asyncio.sleep(0.5)
+
+    async def trace(self, trace_id: str, wanted: set[tuple[str, str]]) -> list[Received]:
+        """The spans of a trace when they have the edges that are wanted: each service sends its own in its time."""
+        missing = wanted
+        try:
+            async with asyncio.timeout(SPANS_SECONDS):
+                while True:
+                    spans = [span for span in self.spans() if span.trace_id == trace_id]
+                    missing = wanted - edges(spans).keys()
+                    if not missing:
+                        return spans
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise AssertionError(f"missing in the trace: {sorted(missing)}") from None
 
 
 async def _telling(stream: Any, begun: asyncio.Event) -> AsyncIterator[Any]:
