@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--no-tls", action="store_true", help="leave out the mesh with compose.tls.yaml")
     parser.add_argument("--keep", action="store_true", help="leave the volumes, with the models, for the next run")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending containers and daemon
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     if not options.own_daemon and not daemon.answers():
