@@ -72,13 +72,16 @@ async def etcd_starts_again(project: Project, client: Client) -> str:
     answers = [await client.chat(f"{question} In one word.", 8) for question in QUESTIONS]
     await restart
     async with asyncio.timeout(RETURN_SECONDS):
-        while not all(name in await registered(gateway.id) for name in names):
+        while True:
+            known = registered(gateway.id)
+            if all(name in known for name in names):
+                break
             await asyncio.sleep(1)
     await client.chat("Are you there?", 8)
     return f"{len(answers)} answers meanwhile; all {len(names)} workers are in it again"
 
 
-async def registered(gateway: str) -> str:
+def registered(gateway: str) -> str:
     """What `epd status` says of the registry; empty while it says nothing."""
     try:
         return inside(gateway, "env", "COLUMNS=200", "epd", "status", "--address", "127.0.0.1:50051")
@@ -94,7 +97,7 @@ async def scaled_up(project: Project, client: Client) -> str:
     (new,) = (after[id] for id in after.keys() - before)
     assert new.service == "decode"
     took = await reached(client, new.host)
-    return f"{new.name} beside the others, which were left alone; of {took} requests it had one"
+    return f"{new.name} beside the others, which were left alone; number {took} of the requests went to it"
 
 
 async def scaled_down(project: Project, client: Client) -> str:
