@@ -14,7 +14,7 @@ QUESTIONS = (
     "Describe the work of a baker.",
     "Tell me about the planets.",
 )
-_TOKENS = 40
+_TOKENS = 120  # long enough to be still under way when a command of Docker has done its work
 _TRIES = 10  # rounds of requests until one reaches a certain worker
 
 
