@@ -3,6 +3,7 @@
 # make bench   measurements                                          make down: end a mesh started with ARGS=--detach
 # make chaos   the mesh under faults, every answer known             make chaos MINUTES=20 ARGS="--seed 1"
 # make fuzz    wrong input for every way in, new each time           make fuzz MINUTES=10 ARGS="--surface HTTP --seed 1"
+# make compose-test   the mesh in containers, all of it checked      make compose-test ARGS=--own-daemon
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -23,10 +24,10 @@ export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/*/*.proto)
 
-.PHONY: help up down test lint protos bench chaos fuzz train-vlm docs clean
+.PHONY: help up down test lint protos bench chaos fuzz compose-test train-vlm docs clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 up: $(VENV)/.local-stamp
 	@$(BIN)/epd up $(ARGS)
@@ -53,6 +54,9 @@ chaos: $(VENV)/.dev-stamp
 
 fuzz: $(VENV)/.dev-stamp
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
+compose-test: $(VENV)/.dev-stamp
+	$(BIN)/python -m tests.compose $(ARGS)
 
 # The projector of picture-vlm, an hour or two; goes on where it was interrupted. Then commit the file it wrote.
 train-vlm: $(VENV)/.dev-stamp
