@@ -21,9 +21,13 @@ export EPD_RUN_DIR ?= $(CURDIR)/.run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
+# The Node example's packages, for its test.
+NODE_PACKAGES := examples/node/node_modules/.package-lock.json
+export npm_config_cache ?= $(CURDIR)/$(VENV)/npm
+
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/*/*.proto)
 
-.PHONY: help up down test lint protos bench chaos fuzz train-vlm docs clean
+.PHONY: help up down test lint protos bench chaos fuzz clients-test train-vlm docs clean
 
 help:
 	@sed -n '1,5s/^# //p' Makefile
@@ -34,7 +38,7 @@ up: $(VENV)/.local-stamp
 down: $(VENV)/.local-stamp
 	@$(BIN)/epd down
 
-test: $(VENV)/.dev-stamp lint
+test: $(VENV)/.dev-stamp $(NODE_PACKAGES) lint
 	@$(BIN)/epd models get >/dev/null
 	@$(BIN)/epd models get picture-vlm >/dev/null
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(ARGS)
@@ -53,6 +57,11 @@ chaos: $(VENV)/.dev-stamp
 
 fuzz: $(VENV)/.dev-stamp
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
+# Other people's programs, whose packages do not go with ours: aiperf, lm-evaluation-harness, Triton's client.
+clients-test: $(VENV)/.dev-stamp $(VENV)/clients/.stamp
+	@$(BIN)/epd models get picture-vlm >/dev/null
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive EPD_CLIENTS=$(CURDIR)/$(VENV)/clients/bin $(BIN)/python -m pytest tests/clients $(ARGS)
 
 # The projector of picture-vlm, an hour or two; goes on where it was interrupted. Then commit the file it wrote.
 train-vlm: $(VENV)/.dev-stamp
@@ -76,6 +85,17 @@ $(VENV)/.torch-stamp:
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25'
 	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+$(VENV)/clients/.stamp: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install -qq --upgrade 'pip>=25'
+	$(VENV)/clients/bin/python -m pip install -q -r tests/clients/requirements.txt
+	@touch $@
+
+$(NODE_PACKAGES): examples/node/package-lock.json
+	@command -v npm >/dev/null || { echo 'The tests run a Node example: install Node 18 or newer with npm (apt-get install nodejs npm)'; exit 1; }
+	npm ci --prefix examples/node --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
 # The stamp of a full development environment serves for running too.

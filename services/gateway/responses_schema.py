@@ -10,7 +10,8 @@ import msgspec
 from common.errors import InvalidArgument
 from common.sampling import MAX_TOP_LOGPROBS
 from epd.v1 import generation_pb2
-from services.gateway.openai_schema import SamplingBody, sampling_request, session, uint32, unicode
+from services.gateway.openai_schema import sampling_request, session, uint32, unicode
+from services.gateway.openai_structured import SamplingBody
 
 LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 
