@@ -3,6 +3,7 @@
 # make bench   measurements                                          make down: end a mesh started with ARGS=--detach
 # make chaos   the mesh under faults, every answer known             make chaos MINUTES=20 ARGS="--seed 1"
 # make fuzz    wrong input for every way in, new each time           make fuzz MINUTES=10 ARGS="--surface HTTP --seed 1"
+# make clients-test   aiperf, lm-evaluation-harness, Triton's client, in an environment of their own
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -30,7 +31,7 @@ SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/*/*.pro
 .PHONY: help up down test lint protos bench chaos fuzz clients-test train-vlm docs clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 up: $(VENV)/.local-stamp
 	@$(BIN)/epd up $(ARGS)
@@ -61,7 +62,7 @@ fuzz: $(VENV)/.dev-stamp
 # Other people's programs, whose packages do not go with ours: aiperf, lm-evaluation-harness, Triton's client.
 clients-test: $(VENV)/.dev-stamp $(VENV)/clients/.stamp
 	@$(BIN)/epd models get picture-vlm >/dev/null
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive EPD_CLIENTS=$(CURDIR)/$(VENV)/clients/bin $(BIN)/python -m pytest tests/clients $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive EPD_CLIENTS=$(CURDIR)/$(VENV)/clients/bin $(BIN)/python -m pytest tests/clients/foreign_clients.py $(ARGS)
 
 # The projector of picture-vlm, an hour or two; goes on where it was interrupted. Then commit the file it wrote.
 train-vlm: $(VENV)/.dev-stamp

@@ -16,7 +16,7 @@ TRACE = EXAMPLES / "traces" / "mooncake-conversation.jsonl"
 SECONDS = 600.0  # a bound for broken code
 
 PICTURE = next(drawn for drawn in map(draw, range(100)) if drawn.background == "green" and len(drawn.things) == 1)
-CLIENTS = Path(__file__).parents[1] / "clients" / "test_clients.py"  # of those whose packages do not go with ours
+CLIENTS = Path(__file__).parents[1] / "clients" / "foreign_clients.py"  # of those whose packages do not go with ours
 
 
 @pytest.fixture(scope="module")
