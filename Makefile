@@ -3,7 +3,8 @@
 # make bench   measurements                                          make down: end a mesh started with ARGS=--detach
 # make chaos   the mesh under faults, every answer known             make chaos MINUTES=20 ARGS="--seed 1"
 # make fuzz    wrong input for every way in, new each time           make fuzz MINUTES=10 ARGS="--surface HTTP --seed 1"
-# make clients-test   aiperf, lm-evaluation-harness, Triton's client, in an environment of their own
+# make compose-test   the mesh in containers, all of it checked      make compose-test ARGS=--own-daemon
+# make clients-test   programs of others against it: aiperf, lm-evaluation-harness, Triton's client
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -28,10 +29,10 @@ export npm_config_cache ?= $(CURDIR)/$(VENV)/npm
 
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/*/*.proto)
 
-.PHONY: help up down test lint protos bench chaos fuzz clients-test train-vlm docs clean
+.PHONY: help up down test lint protos bench chaos fuzz compose-test clients-test train-vlm docs clean
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 up: $(VENV)/.local-stamp
 	@$(BIN)/epd up $(ARGS)
@@ -63,6 +64,9 @@ fuzz: $(VENV)/.dev-stamp
 clients-test: $(VENV)/.dev-stamp $(VENV)/clients/.stamp
 	@$(BIN)/epd models get picture-vlm >/dev/null
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive EPD_CLIENTS=$(CURDIR)/$(VENV)/clients/bin $(BIN)/python -m pytest tests/clients/foreign_clients.py $(ARGS)
+
+compose-test: $(VENV)/.dev-stamp
+	$(BIN)/python -m tests.compose $(ARGS)
 
 # The projector of picture-vlm, an hour or two; goes on where it was interrupted. Then commit the file it wrote.
 train-vlm: $(VENV)/.dev-stamp

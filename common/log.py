@@ -6,6 +6,7 @@ written, for their text may quote what they choked on.
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -13,33 +14,45 @@ import traceback
 from types import TracebackType
 from typing import TextIO
 
-from common.errors import EpdError
+from common.errors import EpdError, InvalidArgument
 
 # At DEBUG libraries tell what they work on: HTTP clients headers and addresses. Pillow is quieted in common/media.
 _QUIET = (
     *("grpc", "etcd3aio", "opentelemetry", "urllib3", "httpx", "httpcore", "filelock", "transformers"),
     *("uvicorn", "multipart", "torch"),
 )
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _LEVEL_COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "1;31", "DEBUG": "2"}
 
 
 def setup_logging(
-    service: str, *, level: str = "INFO", as_json: bool | None = None, stream: TextIO | None = None
+    service: str, *, level: str | None = None, as_json: bool | None = None, stream: TextIO | None = None
 ) -> None:
-    """Replaces the root logger's handlers. as_json None: JSON unless the stream (default stderr) is a terminal.
+    """Replaces the root logger's handlers. level None: by EPD_LOG_LEVEL, else INFO. as_json None: by EPD_LOG_FORMAT,
+    json or pretty, else JSON unless the stream (default stderr) is a terminal. Raises InvalidArgument for variables
+    that say anything else.
 
     What nobody catches is logged too, as everything is, instead of being printed with its text.
     """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
-    use_json = not stream.isatty() if as_json is None else as_json
-    handler.setFormatter(JsonFormatter(service) if use_json else PrettyFormatter(service, colours=stream.isatty()))
+    if as_json is None:
+        wanted = _variable("EPD_LOG_FORMAT", ("JSON", "PRETTY"))
+        as_json = wanted == "JSON" if wanted else not stream.isatty()
+    handler.setFormatter(JsonFormatter(service) if as_json else PrettyFormatter(service, colours=stream.isatty()))
     logging.root.handlers[:] = [handler]
-    logging.root.setLevel(level.upper())
+    logging.root.setLevel((level or _variable("EPD_LOG_LEVEL", _LEVELS) or "INFO").upper())
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.root.level))
     sys.excepthook = _uncaught
     threading.excepthook = lambda found: _uncaught(found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def _variable(name: str, values: tuple[str, ...]) -> str:
+    found = os.environ.get(name, "").upper()
+    if found and found not in values:
+        raise InvalidArgument(f"{name} must be one of {', '.join(values)}", field=name)
+    return found
 
 
 def _uncaught(kind: type[BaseException], error: BaseException | None, stack: TracebackType | None) -> None:

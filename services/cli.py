@@ -51,9 +51,11 @@ def _default_model() -> str:
 @app.command("up", rich_help_panel=LOCAL)
 @app.command("serve", rich_help_panel=LOCAL)
 def up(
-    model: Annotated[str, typer.Argument(help="A model's name or directory", default_factory=_default_model)],
-    encode: Annotated[int, typer.Option(help="encode workers, for a model that takes images")] = 1,
-    prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Models' names or directories [default: picture-vlm]", show_default=False)
+    ] = None,
+    encode: Annotated[int, typer.Option(help="encode workers of each model that takes images")] = 1,
+    prefill: Annotated[int, typer.Option(help="prefill workers of each model")] = 1,
     decode: Annotated[int, typer.Option(help="decode workers")] = 1,
     aggregated: Annotated[int, typer.Option(help="workers with both roles")] = 0,
     dtype: Dtype = None,
@@ -83,8 +85,10 @@ def up(
     from services.commands.mesh import MeshOptions
     from services.commands.up import up as run
 
+    model, *more = models or [_default_model()]
     options = MeshOptions(
         model=model,
+        more=tuple(more),
         served_name=served_name,
         encode=encode,
         prefill=prefill,

@@ -13,7 +13,9 @@ from common import telemetry
 from common.engine.client import Engine
 from common.errors import EngineFailed, InvalidArgument
 from common.registry.etcd import EtcdRegistry
+from common.registry.record import ADAPTERS, AdapterRecord
 from common.rpc.access import Access
+from common.rpc.adapters import WorkerAdapters
 from common.rpc.engine_pulse import EnginePulse
 from common.rpc.lag import LoopLag
 from common.rpc.peer_name import WORKER, PeerName
@@ -110,6 +112,11 @@ class Worker:
         await transfers.start(cleanup)
         record = await describe(settings, computing, identity)
         self.context = context = WorkerContext(record, computing.engine, computing.encoder)
+        adapters: WorkerAdapters | None = None
+        if computing.engine is not None:
+            adapters = context.adapters = WorkerAdapters(settings.lora, computing.engine, record.names)
+            cleanup.push_async_callback(adapters.stop)
+            await adapters.start()
         publish_load(context, tel.metrics)
         pulse: EnginePulse | None = None
         if computing.engine is not None:
@@ -124,6 +131,8 @@ class Worker:
             loop_lag_p99=lambda: self.lag.p99,
             answers=lambda: pulse is None or pulse.answers,
         )
+        if adapters is not None:
+            adapters.on_change = self._service.touch
         add = server.add
         add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self._service, "epd.v1.WorkerService")
         add(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceService(self.store), "epd.v1.TraceService")
@@ -138,6 +147,10 @@ class Worker:
         registry = EtcdRegistry(settings.etcd, tel.metrics)
         cleanup.push_async_callback(registry.close)
         await registry.start()
+        if adapters is not None and settings.lora.directory:
+            folder = settings.etcd.folder(ADAPTERS)
+            await registry.watch(adapters.follow, grace_seconds=0.0, prefix=folder, kind=AdapterRecord)
+            await adapters.settled()
         # Healthy before listed: whoever finds this worker in the registry can call it.
         await server.set_serving(True)
         self._registration = await registry.register(

@@ -5,7 +5,7 @@ import socket
 import msgspec
 
 from common.encoder.settings import EncoderSettings
-from common.engine.settings import EngineSettings
+from common.engine.settings import EngineSettings, LoraSettings
 from common.policies.handoff.terms import HandoffLimits
 from common.registry.settings import EtcdSettings
 from common.rpc.channel import KEEPALIVE_SECONDS
@@ -37,6 +37,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float = 30.0
     engine_in_thread: bool = False  # tests only: engine and encoder share this process
     engine: EngineSettings = EngineSettings()
+    lora: LoraSettings = LoraSettings()
     encoder: EncoderSettings = EncoderSettings()  # of the role encode
 
     @property

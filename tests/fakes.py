@@ -9,7 +9,7 @@ import grpc
 
 from common import telemetry
 from common.cache.keys import EmbeddingLayout, KvLayout
-from common.errors import EmbeddingMissing, EpdError, WrongIncarnation
+from common.errors import EmbeddingMissing, EpdError, InvalidArgument, WrongIncarnation
 from common.registry.record import WorkerRecord
 from common.rpc import wire
 from common.rpc.server import make_server
@@ -88,6 +88,9 @@ class FakeWorker(
         self.running = 0
         self.changed = asyncio.Condition()
         self.load = worker_pb2.Load(total_blocks=num_blocks, free_blocks=num_blocks)
+        self.adapters = worker_pb2.Adapters()
+        self.adapter_files: dict[str, str] = {}  # path to checksum, of what there is to load
+        self.adapter_calls: list[Any] = []
         self.blocks: list[worker_pb2.BlockEvents] = [
             worker_pb2.BlockEvents(sequence=0, snapshot_start=True, snapshot_end=True)
         ]
@@ -167,17 +170,43 @@ class FakeWorker(
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         self.watches.append(request)
         self.blocks, self.next_blocks = self.next_blocks or self.blocks, []
-        sent = 0
+        sent, told = 0, worker_pb2.Adapters()
         await self.note()
         while True:
             while sent < len(self.blocks):
                 yield worker_pb2.WatchResponse(blocks=self.blocks[sent])
                 sent += 1
+            if self.adapters != told:
+                told = self.adapters
+                yield worker_pb2.WatchResponse(adapters=told)
             yield worker_pb2.WatchResponse(load=self.load)
             known = self._state()
             async with self.changed:
                 while self._state() == known:
                     await self.changed.wait()
+
+    async def ServeAdapter(
+        self, request: worker_pb2.ServeAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ServeAdapterResponse:
+        self.adapter_calls.append(request)
+        if request.path not in self.adapter_files:
+            raise InvalidArgument("no such directory", field="lora_path")
+        checksum = self.adapter_files[request.path]
+        adapter = worker_pb2.Adapter(checksum=checksum, name=request.name, model=request.model)
+        if request.name:
+            await self.hold([*(each for each in self.adapters.adapters if each.name != request.name), adapter])
+        return worker_pb2.ServeAdapterResponse(adapter=adapter)
+
+    async def DropAdapter(
+        self, request: worker_pb2.DropAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DropAdapterResponse:
+        self.adapter_calls.append(request)
+        await self.hold([each for each in self.adapters.adapters if each.name != request.name])
+        return worker_pb2.DropAdapterResponse()
+
+    async def hold(self, adapters: Sequence[worker_pb2.Adapter]) -> None:
+        self.adapters = worker_pb2.Adapters(adapters=adapters)
+        await self.note()
 
     async def Encode(
         self, request: encode_pb2.EncodeRequest, context: grpc.aio.ServicerContext
@@ -273,7 +302,7 @@ class FakeWorker(
     # --- parts
 
     def _state(self) -> tuple[int, bytes]:
-        return len(self.blocks), self.load.SerializeToString()
+        return len(self.blocks), self.load.SerializeToString() + self.adapters.SerializeToString()
 
     @contextlib.asynccontextmanager
     async def _call(self, method: str, request: Any) -> AsyncIterator[None]:

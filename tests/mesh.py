@@ -189,11 +189,13 @@ class LocalMesh(MeshClient):
         ]
         self.gateway = Gateway(
             GatewaySettings(
-                models={MODEL: str(checkpoint)},
-                grpc_bind="127.0.0.1:0",
-                http_bind="127.0.0.1:0",
-                etcd=etcd,
-                **(gateway or {}),
+                **{
+                    "models": {MODEL: str(checkpoint)},
+                    "grpc_bind": "127.0.0.1:0",
+                    "http_bind": "127.0.0.1:0",
+                    "etcd": etcd,
+                    **(gateway or {}),
+                }
             )
         )
 

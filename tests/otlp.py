@@ -27,14 +27,17 @@ class Received:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    def __init__(self) -> None:
+    """bind: host:port to listen on; port 0 is any free one."""
+
+    def __init__(self, bind: str = "127.0.0.1:0") -> None:
         self.spans: list[Received] = []
+        self.bind = bind
         self.address = ""
 
     async def __aenter__(self) -> "Collector":
         self._server = grpc.aio.server()
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"{self.bind.rpartition(':')[0]}:{self._server.add_insecure_port(self.bind)}"
         await self._server.start()
         return self
 

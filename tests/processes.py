@@ -212,6 +212,12 @@ class ProcessMesh(MeshClient):
         """Living workers that have this role."""
         return [worker for worker in self.workers.values() if worker.alive and role in worker.settings["roles"]]
 
+    def add(self, name: str, like: Role) -> None:
+        """One more worker, with another's settings; `whole` starts it."""
+        port = free_port()
+        settings = {**like.settings, "worker_id": name, "port": port}
+        self.workers[name] = Role("worker", name, f"127.0.0.1:{port}", like.log.parent, settings)
+
     async def whole(self) -> None:
         """Starts what has ended and returns when all workers are routable."""
         for role in self.roles:

@@ -4,7 +4,6 @@ Settings and layout come as the socket's first frame.
 """
 
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from common.transfer.pool_memory import PoolMemory
 
 
 def main() -> None:
-    setup_logging("encoder", level=os.environ.get("EPD_LOG_LEVEL", "INFO"))
+    setup_logging("encoder")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which drains and then ends us
     socket_fd, pool_fd = map(int, sys.argv[1:])
     sock = socket.socket(fileno=socket_fd)

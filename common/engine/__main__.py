@@ -4,7 +4,6 @@ Settings and layouts come as the socket's first frame.
 """
 
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ from common.transfer.pool_memory import PoolMemory
 
 
 def main() -> None:
-    setup_logging("engine", level=os.environ.get("EPD_LOG_LEVEL", "INFO"))
+    setup_logging("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which drains and then ends us
     socket_fd, doorbell, pool_fd, *embeddings_fd = map(int, sys.argv[1:])
     sock = socket.socket(fileno=socket_fd)

@@ -4,7 +4,17 @@ from collections.abc import Callable
 from typing import Protocol
 
 from common.cache.keys import EmbeddingLayout, KvLayout
-from common.engine.messages import AnyCommand, AnyEvent, Blocks, Inspected, LoadReport, Ready, Reserve, Submit
+from common.engine.messages import (
+    AdapterLoaded,
+    AnyCommand,
+    AnyEvent,
+    Blocks,
+    Inspected,
+    LoadReport,
+    Ready,
+    Reserve,
+    Submit,
+)
 from common.transfer.pool_memory import PoolMemory
 
 
@@ -46,6 +56,9 @@ class Engine(Protocol):
         """Calls back with every change of the prefix index."""
 
     def on_load(self, callback: Callable[[LoadReport], None]) -> None: ...
+
+    async def load_adapter(self, path: str, *, max_rank: int, max_adapters: int) -> AdapterLoaded:
+        """From a directory; what is wrong with it is told in the answer. Raises EngineFailed if the engine is gone."""
 
     async def inspect(self) -> Inspected: ...
 

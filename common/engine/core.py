@@ -7,6 +7,7 @@ from collections.abc import Callable
 import common.engine.messages as msg
 from common.cache.keys import root_key
 from common.engine import answers, report
+from common.engine.adapters import Adapters
 from common.engine.block_pool import BlockPool
 from common.engine.executor import Batch, Executor, Row, Sampled
 from common.engine.grammars import Grammars
@@ -56,6 +57,7 @@ class EngineCore:
         self.sequences: dict[str, Sequence] = {}
         self.steps = 0
         self.grammars = grammars
+        self.adapters = Adapters(executor, lambda: {sequence.adapter for sequence in self.sequences.values()})
         self._executor, self._memory = executor, memory
         self._root = (model, revision)
         self._emit, self._ring, self._clock = emit, ring, clock
@@ -79,6 +81,10 @@ class EngineCore:
                     self._forget(self.sequences[seq])
             case msg.Finish(seq=seq, choices=choices):
                 self._finish(seq, choices)
+            case msg.LoadAdapter():
+                self._emit(self.adapters.load(command))
+            case msg.LetAdapterGo(adapter=adapter):
+                self.adapters.let_go(adapter)
             case msg.Inspect(number=number):
                 self._emit(msg.Inspected(number=number, errors=self.check_integrity(), load=self.load()))
             case msg.Drain():
@@ -94,13 +100,14 @@ class EngineCore:
             return
         submit = isinstance(command, msg.Submit)
         self._arrivals += 1
-        root = root_key(*self._root, salt=command.salt)
+        root = root_key(*self._root, salt=command.salt, adapter=command.adapter)
         sequence = Sequence.of(command, root, self._arrivals, self._clock())
         sequence.reads_embeddings = submit and bool(command.media)
         try:
             if self._draining:
                 raise Draining("the engine takes no new work")
             self.limits.check(sequence)
+            self.adapters.check(command.adapter)
             sequence.media = read_media(self._executor.images, command.prompt, command.media, compute=submit)
             if self._understands(sequence):
                 self.scheduler.enqueue(sequence)

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from common.engine.prompt_media import ImageRules
 from common.engine.sequence import Choice
+from common.models.lora import LoraFiles
 from common.sampling import TokenLogprob
 
 
@@ -62,7 +63,7 @@ class Sampled(NamedTuple):
 class Executor(Protocol):
     """A model with its KV pool. Blocking; one caller.
 
-    Every method but `execute` moves KV only: block ids are positions in the pool.
+    The methods after `drop_adapter` move KV only: block ids are positions in the pool.
     """
 
     name: str
@@ -80,6 +81,13 @@ class Executor(Protocol):
         In a by_layer batch layer_done(n) is called once layers [0, n) of all published rows are in the pool's shared
         memory; when it returns, all layers of all published rows are.
         """
+
+    def load_adapter(self, files: LoraFiles) -> None:
+        """Rows whose sequence has this adapter are computed with it from now on. Raises InvalidArgument for one that
+        does not fit the model."""
+
+    def drop_adapter(self, adapter: str) -> None:
+        """No sequence uses it any more. adapter: its checksum."""
 
     def zero(self, blocks: Sequence[int], start: int = 0) -> None:
         """Zeroes positions [start, block_size) of blocks: what a partial block holds beyond its tokens must be

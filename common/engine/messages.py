@@ -46,6 +46,7 @@ class Submit(Command, kw_only=True):
     choices: list[int] = msgspec.field(default_factory=lambda: [0])
     sampling: SamplingParams
     salt: bytes = b""
+    adapter: str = ""  # checksum of its LoRA adapter; empty: none
     cache_blocks: int | None = None  # that its tenant, all with this salt, may keep here; None: no bound
     priority: int = 0
     publish: bool = False
@@ -63,6 +64,7 @@ class Reserve(Command, kw_only=True):
     choices: list[int] = msgspec.field(default_factory=lambda: [0])
     sampling: SamplingParams
     salt: bytes = b""
+    adapter: str = ""  # checksum of its LoRA adapter; empty: none
     cache_blocks: int | None = None  # that its tenant, all with this salt, may keep here; None: no bound
     priority: int = 0
     media: list[Media] = []
@@ -94,6 +96,22 @@ class Finish(Command):
 
     seq: str
     choices: list[int]
+
+
+class LoadAdapter(Command):
+    """Read a LoRA adapter from a directory; requests may name it by its checksum then. Answers: AdapterLoaded, also for
+    one that is there already."""
+
+    number: int
+    path: str
+    max_rank: int
+    max_adapters: int
+
+
+class LetAdapterGo(Command):
+    """Another one may take its place, once no sequence uses it."""
+
+    adapter: str
 
 
 class Inspect(Command):
@@ -231,13 +249,29 @@ class LoadReport(Event):
     preemptions: int = 0
 
 
+class AdapterLoaded(Event, kw_only=True):
+    """adapter: its checksum. base: its base model, as its files call it. dropped: those that had to go for it. reason:
+    one of common.errors, when it was refused."""
+
+    number: int
+    adapter: str = ""
+    base: str = ""
+    dropped: list[str] = []
+    reason: str = ""
+    message: str = ""
+    field: str = ""
+    retry_after_seconds: float | None = None
+
+
 class Inspected(Event):
     number: int
     errors: list[str]  # empty: free + cached + active + held == total and all counts agree
     load: LoadReport
 
 
-AnyCommand = Submit | Reserve | Commit | Release | Cancel | Finish | Inspect | Drain | Shutdown
+AnyCommand = (
+    Submit | Reserve | Commit | Release | Cancel | Finish | LoadAdapter | LetAdapterGo | Inspect | Drain | Shutdown
+)
 AnyEvent = (
     Ready
     | Started
@@ -250,5 +284,6 @@ AnyEvent = (
     | Failed
     | Blocks
     | LoadReport
+    | AdapterLoaded
     | Inspected
 )

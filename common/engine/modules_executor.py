@@ -12,11 +12,13 @@ from common.engine import prompt_scores
 from common.engine.embedding_pool import EmbeddingRows
 from common.engine.executor import Batch, Sampled
 from common.engine.image_inputs import ImageInputs
+from common.engine.lora import LoraLayers
 from common.engine.paged_attention import NAME, PagedStep
 from common.engine.prompt_media import ImageRules
 from common.engine.sampler import Sampler
 from common.engine.wire import Launch
 from common.models.config import ModelConfig, read_config
+from common.models.lora import LoraFiles
 from common.models.vision.partial import LOADING, load_language, weight_bytes
 from common.transfer.pool_memory import PoolMemory
 
@@ -56,6 +58,7 @@ class ModulesExecutor:
         self._shared = torch.from_numpy(memory.data.reshape(-1)).view(dtype).view(shape)
         self._mirrored = settings.mirror or self._device.type != "cpu"
         self._kv = torch.zeros(shape, dtype=dtype, device=self._device) if self._mirrored else self._shared
+        self._lora = LoraLayers(self._model.model.layers)
         self._sampler = Sampler(self.eos_token_ids)
         # transformers' Gemma3ForConditionalGeneration has none, whatever its text model's config says.
         softcap = None if config.vision else getattr(self._model.config, "final_logit_softcapping", None)
@@ -93,6 +96,7 @@ class ModulesExecutor:
         else:
             inputs = {"input_ids": token_ids, "position_ids": position_ids}
         paged = PagedStep.of(self._kv, batch, by_layer)
+        self._lora.begin(batch.rows)
         hidden = self._model.model(**inputs, use_cache=False, paged=paged).last_hidden_state[0]
         batch.scored = prompt_scores.score(hidden, batch.rows, self._logits)
         sampled = iter(
@@ -113,6 +117,12 @@ class ModulesExecutor:
         return [
             block for row in batch.published for block in row.choice.blocks[row.start // size : -(-row.end // size)]
         ]
+
+    def load_adapter(self, files: LoraFiles) -> None:
+        self._lora.load(files)
+
+    def drop_adapter(self, adapter: str) -> None:
+        self._lora.drop(adapter)
 
     def zero(self, blocks: Sequence[int], start: int = 0) -> None:
         if blocks:

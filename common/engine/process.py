@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import common.engine.messages as msg
 from common.cache.keys import EmbeddingLayout, KvLayout
@@ -51,8 +51,8 @@ class EngineProcess(ComputeProcess):
         self._streams: dict[str, SequenceStream] = {}
         self._readers = EmbeddingReaders()
         self._waiters: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
-        self._inspections: dict[int, asyncio.Future[msg.Inspected]] = {}
-        self._inspection = 0
+        self._answers: dict[int, asyncio.Future[Any]] = {}  # of Inspect and LoadAdapter
+        self._asked = 0
         self._on_blocks: list[Callable[[msg.Blocks], None]] = []
         self._on_load: list[Callable[[msg.LoadReport], None]] = []
 
@@ -94,11 +94,11 @@ class EngineProcess(ComputeProcess):
             stream.put(msg.Failed(seq=seq, reason=error.reason, message=error.message))
         self._streams.clear()
         self._readers.clear()
-        for waiting in [future for _, future in self._waiters] + list(self._inspections.values()):
+        for waiting in [future for _, future in self._waiters] + list(self._answers.values()):
             if not waiting.done():
                 waiting.set_exception(error)
         self._waiters.clear()
-        self._inspections.clear()
+        self._answers.clear()
         self._loop.remove_reader(self._doorbell)
         os.close(self._doorbell)
 
@@ -153,12 +153,21 @@ class EngineProcess(ComputeProcess):
         self._on_load.append(callback)
 
     async def inspect(self) -> msg.Inspected:
+        found: msg.Inspected = await self._ask(lambda number: msg.Inspect(number=number))
+        return found
+
+    async def load_adapter(self, path: str, *, max_rank: int, max_adapters: int) -> msg.AdapterLoaded:
+        found: msg.AdapterLoaded = await self._ask(
+            lambda number: msg.LoadAdapter(number=number, path=path, max_rank=max_rank, max_adapters=max_adapters)
+        )
+        return found
+
+    async def _ask(self, command: Callable[[int], msg.AnyCommand]) -> Any:
         if self._lost.done():
             raise EngineFailed("the engine is gone")
-        self._inspection += 1
-        future: asyncio.Future[msg.Inspected] = self._loop.create_future()
-        self._inspections[self._inspection] = future
-        self.send(msg.Inspect(number=self._inspection))
+        self._asked += 1
+        future = self._answers[self._asked] = self._loop.create_future()
+        self.send(command(self._asked))
         return await future
 
     # --- the socket's events ----------------------------------------------------------------------------------------
@@ -188,10 +197,10 @@ class EngineProcess(ComputeProcess):
             case msg.Blocks():
                 for on_blocks in self._on_blocks:
                     on_blocks(event)
-            case msg.Inspected():
-                inspection = self._inspections.pop(event.number, None)
-                if inspection is not None and not inspection.done():
-                    inspection.set_result(event)
+            case msg.Inspected() | msg.AdapterLoaded():
+                waiting = self._answers.pop(event.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(event)
             case msg.EmbeddingsFreed():
                 self._readers.remove(event.seq)
             case _:

@@ -10,6 +10,8 @@ from common.engine.philox import gumbel
 from common.engine.sequence import Choice
 from common.sampling import SamplingParams, TokenLogprob, TopLogprob
 
+LARGEST, SMALLEST = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+
 
 class Sampler:
     """Applies SamplingParams to rows of logits.
@@ -74,8 +76,10 @@ def _plain(choice: Choice) -> bool:
 
 
 def choose(logits: np.ndarray, choice: Choice, eos_token_ids: Sequence[int]) -> int | None:
-    """The next token of a choice; None when its grammar has failed. logits: float32 [vocab_size], raw; left as they
-    are."""
+    """The next token of a choice; None when its grammar has failed, or no token is possible.
+
+    logits: float32 [vocab_size], raw; left as they are.
+    """
     params = choice.sequence.sampling
     scores = logits if _plain(choice) else _penalized(logits, choice, eos_token_ids)
     allowed: np.ndarray | None = None
@@ -85,10 +89,13 @@ def choose(logits: np.ndarray, choice: Choice, eos_token_ids: Sequence[int]) -> 
             return None
         # Where min_tokens forbids all that the grammar allows, its end, the grammar counts.
         scores = _masked(scores if np.isfinite(scores[allowed]).any() else logits, allowed)
+    best = scores.max()
+    if not np.isfinite(best):
+        return None
     if params.greedy:
         return int(scores.argmax())
     # Relative to the best, so that the smallest temperature cannot overflow.
-    scores = (scores.astype(np.float64) - scores.max()) / params.temperature
+    scores = (scores.astype(np.float64) - best) / params.temperature
     kept = _filtered(scores, params)
     if kept is None and allowed is not None:
         kept = np.flatnonzero(allowed)
@@ -107,8 +114,10 @@ def _penalized(logits: np.ndarray, choice: Choice, eos_token_ids: Sequence[int])
         # As transformers and vLLM: over prompt and output, whatever the sign of the score.
         seen = np.unique(np.asarray(choice.sequence.prompt + choice.output))
         values = scores[seen]
-        penalty = np.float32(params.repetition_penalty)
-        scores[seen] = np.where(values < 0, values * penalty, values / penalty)
+        penalty = max(np.float32(params.repetition_penalty), SMALLEST)
+        with np.errstate(over="ignore"):
+            values = np.where(values < 0, values * penalty, values / penalty)
+        scores[seen] = np.clip(values, -LARGEST, LARGEST)  # infinite, nothing could be compared with it
     if choice.output and (params.presence_penalty or params.frequency_penalty):
         tokens, counts = np.unique(np.asarray(choice.output), return_counts=True)
         scores[tokens] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)

@@ -213,6 +213,7 @@ class Sequence:
     started: bool = False
     media: PromptMedia | None = None
     reads_embeddings: bool = False
+    adapter: str = ""  # checksum of its LoRA adapter
     salt: bytes = b""  # of its tenant: blocks of equal salts are one tenant's
     cache_blocks: int | None = None
     computes: bool = True  # its prompt, instead of pulling it
@@ -236,6 +237,7 @@ class Sequence:
             decode=not isinstance(command, Submit) or command.decode,
             state=State.WAITING if submit else State.RESERVING,
             timings=Timings(arrived=now),
+            adapter=command.adapter,
             salt=command.salt,
             cache_blocks=command.cache_blocks,
             computes=submit,

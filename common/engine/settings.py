@@ -18,6 +18,15 @@ class TimedModel(msgspec.Struct, frozen=True, kw_only=True):
     image_hidden_size: int = 0  # of image embeddings; 0: takes no images
 
 
+class LoraSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """LoRA adapters of a worker that prefills or decodes."""
+
+    directory: str = ""  # below which adapters are, the same for all workers of a model; empty: none can be loaded
+    adapters: dict[str, str] = {}  # name to path below `directory`, of those to have from the start
+    max_adapters: int = 8  # at once; one that was unloaded stays until another needs its place
+    max_rank: int = 64  # larger ones are refused
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All knobs of one engine."""
 

@@ -11,6 +11,8 @@ from common.engine.executor import Batch, Row, Sampled
 from common.engine.prompt_media import ImageRules
 from common.engine.sequence import Choice
 from common.engine.settings import EngineSettings
+from common.errors import InvalidArgument
+from common.models.lora import LoraFiles
 from common.sampling import TokenLogprob
 from common.transfer.pool_memory import PoolMemory
 
@@ -47,6 +49,12 @@ class TimedExecutor:
         # [layer, block, k|v, offset, 2]
         self._kv = memory.data.view(np.float32).reshape(self.num_layers, settings.num_blocks, 2, settings.block_size, 2)
         self._hashes: WeakKeyDictionary[Choice, tuple[int, hashlib.blake2b]] = WeakKeyDictionary()
+
+    def load_adapter(self, files: LoraFiles) -> None:
+        raise InvalidArgument("the timed executor has no weights that an adapter could change", field="lora_path")
+
+    def drop_adapter(self, adapter: str) -> None:
+        pass
 
     def execute(self, batch: Batch, layer_done: Callable[[int], None]) -> list[list[Sampled | None]]:
         model = self._model

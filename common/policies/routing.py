@@ -53,6 +53,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     free_blocks: int | None = None  # for new sequences, cached ones that may be evicted included; None: not known
     cached: Collection[bytes] = frozenset()  # prefix keys, cut to INDEX_KEY_BYTES
     unreachable: Collection[str] = frozenset()  # ids of workers that it cannot pull from now
+    adapters: Collection[str] = frozenset()  # checksums of the LoRA adapters that it holds
 
     def has(self, role: str) -> bool:
         return role in self.roles
@@ -67,6 +68,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_output_tokens: int = 1  # will surely be generated for each choice
     exclude: Collection[str] = frozenset()  # worker ids that failed this request
     images: bool = False  # to be encoded first
+    adapter: str = ""  # checksum of a LoRA adapter to compute with
     prefer_prefill: str = ""  # worker id that computed this prompt before: counts as a whole hit
 
 
@@ -122,8 +124,10 @@ def blocks_needed(request: RouteRequest, block_size: int) -> int:
 
 
 def fits(worker: WorkerView, request: RouteRequest) -> bool:
-    return blocks_needed(request, worker.block_size) <= worker.num_blocks and (
-        request.prompt_tokens < worker.max_context
+    return (
+        blocks_needed(request, worker.block_size) <= worker.num_blocks
+        and request.prompt_tokens < worker.max_context
+        and (not request.adapter or request.adapter in worker.adapters)
     )
 
 

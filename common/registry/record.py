@@ -1,6 +1,6 @@
 """What a worker says of itself in the registry: membership only, load and blocks go by WorkerService.Watch."""
 
-from typing import Any, Protocol, TypeVar, overload
+from typing import Annotated, Any, Protocol, TypeVar, overload
 
 import msgspec
 
@@ -10,6 +10,9 @@ from common.errors import InvalidArgument
 PROTOCOL_VERSION = 1
 MAX_RECORD_BYTES = 64 * 1024
 R = TypeVar("R", bound="Record")
+ADAPTERS = "adapters"  # their folder
+ADAPTER_NAME = "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"
+AdapterName = Annotated[str, msgspec.Meta(pattern=ADAPTER_NAME)]
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +60,21 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def entry_id(self) -> str:
         return self.gateway_id
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter that was loaded by a gateway's API, under /epd/adapters/<name>, until it is unloaded: what workers
+    that start later have to load."""
+
+    protocol_version: int = PROTOCOL_VERSION
+    name: AdapterName
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]  # the base model's name
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]  # below the workers' lora.directory
+    checksum: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+    @property
+    def entry_id(self) -> str:
+        return self.name
 
 
 class Record(Protocol):

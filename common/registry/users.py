@@ -28,12 +28,18 @@ def rights(settings: EtcdSettings, role: str, peer_id: str = "") -> list[Right]:
     Raises KeyError for a role that has no business there.
     """
     workers, gateways = settings.folder("workers"), settings.folder("gateways")
-    keys, tenants = settings.folder("keys"), settings.folder("tenants")
+    keys, tenants, adapters = settings.folder("keys"), settings.folder("tenants"), settings.folder("adapters")
     own = Right(workers + peer_id, write=True, prefix=False) if peer_id else Right(workers, write=True)
     return {
-        WORKER: [Right(workers), own] if peer_id else [own],
-        GATEWAY: [Right(workers), Right(gateways, write=True), Right(keys), Right(tenants)],
-        CLIENT: [Right(workers), Right(gateways), Right(keys, write=True), Right(tenants, write=True)],
+        WORKER: [Right(workers), own, Right(adapters)] if peer_id else [own, Right(adapters)],
+        GATEWAY: [
+            *(Right(workers), Right(keys), Right(tenants)),
+            *(Right(gateways, write=True), Right(adapters, write=True)),
+        ],
+        CLIENT: [
+            *(Right(workers), Right(gateways), Right(adapters)),
+            *(Right(keys, write=True), Right(tenants, write=True)),
+        ],
     }[role]
 
 

@@ -15,6 +15,8 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "epd.v1.TransferService": (WORKER,),
     "epd.v1.QuotaService": (GATEWAY,),
     "epd.v1.WorkerService/Watch": (GATEWAY,),
+    "epd.v1.WorkerService/ServeAdapter": (GATEWAY,),
+    "epd.v1.WorkerService/DropAdapter": (GATEWAY,),
     "epd.v1.WorkerService/GetStatus": (GATEWAY, CLIENT),
     "epd.v1.TraceService": (GATEWAY, CLIENT),
     "grpc.health.v1.Health": (GATEWAY, WORKER, CLIENT),

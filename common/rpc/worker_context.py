@@ -15,6 +15,7 @@ from common.engine.messages import Done, Failed, Prefilled
 from common.errors import Draining, EngineFailed, EpdError, InvalidArgument, ModelNotFound, WrongIncarnation, by_reason
 from common.registry.record import WorkerRecord
 from common.rpc import wire
+from common.rpc.adapters import WorkerAdapters
 from common.sampling import MAX_CHOICES, SamplingParams
 from common.transfer.key import Identity, TransferKey
 from epd.v1 import types_pb2
@@ -39,6 +40,7 @@ class WorkerContext:
         self.record = record
         self.language = engine
         self.vision = encoder
+        self.adapters: WorkerAdapters | None = None  # of those with a language engine
         self.draining = False
         self.running_requests = 0
         self._idle = asyncio.Event()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -11,6 +12,8 @@ import psutil
 
 from common.cache.block_log import BlockChange, BlockLog
 from common.engine.messages import Blocks, LoadReport
+from common.errors import InvalidArgument
+from common.registry.record import ADAPTER_NAME
 from common.rpc import wire
 from common.rpc.worker_context import WorkerContext
 from common.tasks import first
@@ -60,12 +63,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         # A cursor of an earlier life means nothing here.
         cursor = request.from_sequence if request.incarnation == self._worker.record.incarnation else 0
         fresh = True
+        adapters = worker_pb2.Adapters()  # as the gateway knows them
         while True:
             blocks_changed, load_changed = self._log.changed(), self._load_changed
             if fresh or cursor != self._log.sequence:
                 for change in self._log.after(cursor):
                     yield worker_pb2.WatchResponse(blocks=_blocks(change))
                     cursor = change.sequence
+            if (held := self._adapters()) != adapters:
+                adapters = held
+                yield worker_pb2.WatchResponse(adapters=held)
             yield worker_pb2.WatchResponse(load=self._load(self._language_load()))
             while fresh or not await _within(BEAT_SECONDS, blocks_changed.wait(), load_changed.wait()):
                 fresh = False
@@ -100,7 +107,39 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             resident_bytes=resident_bytes(),
             embedding_layout=wire.embedding_layout_to_proto(vision.layout) if vision is not None else None,
             weight_bytes=weights,
+            adapters=self._adapters().adapters,
         )
+
+    async def ServeAdapter(
+        self, request: worker_pb2.ServeAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ServeAdapterResponse:
+        adapters = self._worker.adapters
+        if adapters is None:
+            raise InvalidArgument("this worker computes no text, so it takes no adapters", field="lora_path")
+        if request.name and not re.fullmatch(ADAPTER_NAME, request.name):
+            raise InvalidArgument("this cannot be an adapter's name", field="lora_name")
+        named = await adapters.serve(request.path, name=request.name, model=request.model, checksum=request.checksum)
+        adapter = worker_pb2.Adapter(checksum=named.adapter, name=request.name, model=named.model)
+        return worker_pb2.ServeAdapterResponse(adapter=adapter)
+
+    async def DropAdapter(
+        self, request: worker_pb2.DropAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DropAdapterResponse:
+        if self._worker.adapters is not None:
+            await self._worker.adapters.drop(request.name)
+        return worker_pb2.DropAdapterResponse()
+
+    def _adapters(self) -> worker_pb2.Adapters:
+        found = self._worker.adapters
+        if found is None:
+            return worker_pb2.Adapters()
+        named = {each.adapter for each in found.names.values()}
+        listed = [
+            worker_pb2.Adapter(checksum=each.adapter, name=name, model=each.model)
+            for name, each in sorted(found.names.items())
+        ]
+        listed += [worker_pb2.Adapter(checksum=adapter) for adapter in sorted(found.held - named)]
+        return worker_pb2.Adapters(adapters=listed)
 
     def _language_load(self) -> LoadReport:
         return self._worker.language.load if self._worker.language is not None else LoadReport()

@@ -35,7 +35,7 @@ async def status(address: str, etcd: str, trust: Trust = NO_TRUST) -> None:
     console.print(f"gateway {gateway}")
     for model in models.models:
         console.print(
-            f"  {model.id} {model.dtype}, context {model.max_context_tokens}: "
+            f"  {model.id}{_behind(model)} {model.dtype}, context {model.max_context_tokens}: "
             f"{f'{model.encode_workers} encode, ' if model.images else ''}{model.prefill_workers} prefill, "
             f"{model.decode_workers} decode"
         )
@@ -54,6 +54,12 @@ async def status(address: str, etcd: str, trust: Trust = NO_TRUST) -> None:
         return
     reports = await asyncio.gather(*(_worker_status(record, trust.worker()) for record in records))
     console.print(status_table([(record.worker_id, report) for record, report in zip(records, reports, strict=True)]))
+
+
+def _behind(model: generation_pb2.Model) -> str:
+    if model.parent:
+        return f" (adapter on {model.parent})"
+    return "" if model.root in ("", model.id) else f" (another name of {model.root})"
 
 
 async def _worker_status(record: WorkerRecord, tls: TlsOptions | None) -> worker_pb2.GetStatusResponse | str:

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,10 +14,21 @@ from services.commands.trust import OPERATOR
 from services.supervisor import ProcessSpec
 
 
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of one model. aliases: further names that they take requests for, each with the directory of its
+    tokenizer."""
+
+    served: str
+    directory: Path
+    workers: Mapping[str, str]  # name to roles
+    aliases: Mapping[str, Path] = {}
+
+
 class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `epd up` is asked for."""
+    """What `epd up` is asked for. Numbers of workers are those of each model."""
 
     model: str
+    more: tuple[str, ...] = ()  # models
     served_name: str = ""
     encode: int = 1  # counts only for a model that takes images
     prefill: int = 1
@@ -44,8 +55,12 @@ class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
         return f"127.0.0.1:{self.http_port}"
 
     @property
-    def workers(self) -> dict[str, str]:
-        """Worker name to roles."""
+    def models(self) -> tuple[str, ...]:
+        return (self.model, *self.more)
+
+    def workers_of(self, number: int, *, images: bool = True) -> dict[str, str]:
+        """Worker name to roles, of the model at this place. Names are numbered through all models. images: it takes
+        some."""
         counts = {
             "encode": self.encode,
             "prefill": self.prefill,
@@ -53,15 +68,18 @@ class MeshOptions(msgspec.Struct, frozen=True, kw_only=True):
             "prefill,decode": self.aggregated,
         }
         return {
-            f"{'both' if ',' in roles else roles}-{number}": roles
+            f"{'both' if ',' in roles else roles}-{number * count + i}": roles
             for roles, count in counts.items()
-            for number in range(count)
+            for i in range(count)
+            if images or roles != "encode"
         }
 
     def validate(self) -> None:
         """Raises InvalidArgument when these workers could never answer a request."""
         if min(self.encode, self.prefill, self.decode, self.aggregated) < 0:
             raise InvalidArgument("numbers of workers cannot be negative", field="prefill")
+        if self.more and self.served_name:
+            raise InvalidArgument("--served-name names one model; several have their directories' names", field="model")
         if self.tls and self.etcd:
             raise InvalidArgument(
                 "epd up --tls runs an etcd of its own; for another one start the roles one by one, with --certs",
@@ -79,22 +97,13 @@ def threads_per_worker(workers: int, cores: int) -> int:
 
 
 def process_specs(
-    options: MeshOptions,
-    model_dir: Path,
-    run_dir: Path,
-    sockets: Path,
-    etcd: str,
-    aliases: Mapping[str, Path] = {},
-    certs: str = "",
+    options: MeshOptions, pools: Sequence[Pool], run_dir: Path, sockets: Path, etcd: str, certs: str = ""
 ) -> list[ProcessSpec]:
     """Every process of the mesh in the order of its start; `etcd` is the host:port that all of them use.
 
-    aliases: further names that the model's workers take requests for, each with the directory of its tokenizer. certs:
-    where everyone's certificate is, for a mesh with TLS.
+    certs: where everyone's certificate is, for a mesh with TLS.
     """
-    workers = options.workers
-    threads = options.threads or threads_per_worker(len(workers), available_cores())
-    served = options.served_name or model_dir.name
+    threads = options.threads or threads_per_worker(sum(len(pool.workers) for pool in pools), available_cores())
     specs: list[ProcessSpec] = []
     if not options.etcd:
         arguments = [
@@ -114,7 +123,8 @@ def process_specs(
     if certs:
         shared += ("--certs", certs)
     # The first is the gateway's default for text, the first that takes images for those.
-    names = [f"{name}={directory}" for name, directory in {**aliases, served: model_dir}.items()]
+    served = {name: path for pool in pools for name, path in {**pool.aliases, pool.served: pool.directory}.items()}
+    names = [f"{name}={directory}" for name, directory in served.items()]
     specs.append(
         ProcessSpec(
             name="gateway",
@@ -122,11 +132,11 @@ def process_specs(
             environment=_environment(1),
         )
     )
-    for name, roles in workers.items():
-        arguments = ["worker", str(model_dir), "--served-name", served, "--roles", roles, "--worker-id", name]
+    for pool, name, roles in ((each, *worker) for each in pools for worker in each.workers.items()):
+        arguments = ["worker", str(pool.directory), "--served-name", pool.served, "--roles", roles, "--worker-id", name]
         arguments += ["--threads", str(threads), "--run-dir", str(sockets), "--executor", options.executor]
-        if aliases:
-            arguments += ["--aliases", ",".join(aliases)]
+        if pool.aliases:
+            arguments += ["--aliases", ",".join(pool.aliases)]
         if options.dtype:
             arguments += ["--dtype", options.dtype]
         if options.num_blocks:
@@ -144,7 +154,7 @@ def make_certificates(options: MeshOptions, directory: Path) -> None:
     authority.issue(PeerName(ETCD, ETCD), here)
     authority.issue(PeerName(GATEWAY, GATEWAY), here)
     authority.issue(PeerName(CLIENT, OPERATOR))
-    for name in options.workers:
+    for name in (name for number in range(len(options.models)) for name in options.workers_of(number)):
         authority.issue(PeerName(WORKER, name))
 
 

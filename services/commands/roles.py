@@ -1,7 +1,6 @@
 """`epd worker`, `epd gateway` and `epd etcd`: one role in the foreground, until SIGTERM or Ctrl-C."""
 
 import asyncio
-import os
 import signal
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -122,5 +121,5 @@ def _named(model: str) -> tuple[str, str]:
 
 def _run(service: str, running: Coroutine[Any, Any, None]) -> None:
     """Runs a role; it installs its own signal handlers and returns when it has drained."""
-    setup_logging(service, level=os.environ.get("EPD_LOG_LEVEL", "INFO"))
+    setup_logging(service)
     asyncio.run(running)

@@ -6,15 +6,15 @@ import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
-import msgspec
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import DeadlineExceeded, Unauthenticated, Unavailable
+from common.errors import DeadlineExceeded, InvalidArgument, Unauthenticated, Unavailable
 from common.models.catalog import models_dir
 from common.models.config import read_config
 from common.models.info import read_info
@@ -28,6 +28,7 @@ from services.commands.client import credentials
 from services.commands.first import first_questions
 from services.commands.mesh import (
     MeshOptions,
+    Pool,
     check_ports,
     free_port,
     make_certificates,
@@ -51,28 +52,38 @@ def up(options: MeshOptions, *, ready_fd: int = -1) -> None:
     run.acquire()
     try:
         check_ports(options)
-        model_dir = models.get(options.model)
-        options = _fitting(options, model_dir)
+        found = pools(options, [models.get(model) for model in options.models])
         if options.tls:
             make_certificates(options, run.certs)
-        asyncio.run(_Mesh(options, model_dir, run, ready_fd).run())
+        asyncio.run(_Mesh(options, found, run, ready_fd).run())
     finally:
         run.release()
 
 
-def _fitting(options: MeshOptions, model_dir: Path) -> MeshOptions:
-    """Without encode workers for a model that takes no images."""
-    if read_config(model_dir).vision:
-        return options
-    return msgspec.structs.replace(options, encode=0)
+def pools(options: MeshOptions, directories: Sequence[Path]) -> list[Pool]:
+    """The workers of each model: encode workers where it takes images; they answer for its text model, too, where that
+    has no workers of its own. Raises InvalidArgument when two models have one name."""
+    names = [options.served_name or directories[0].name, *(directory.name for directory in directories[1:])]
+    if len(set(names)) < len(names):
+        raise InvalidArgument(f"two models have the same name: {', '.join(names)}", field="model")
+    found = []
+    taken = set(names)
+    for number, (name, directory) in enumerate(zip(names, directories, strict=True)):
+        text = read_info(directory).text_model
+        alias = {text: models.get(text)} if text and text not in taken else {}
+        taken |= alias.keys()
+        workers = options.workers_of(number, images=read_config(directory).vision)
+        found.append(Pool(served=name, directory=directory, workers=workers, aliases=alias))
+    return found
 
 
 class _Mesh:
-    def __init__(self, options: MeshOptions, model_dir: Path, run: RunDir, ready_fd: int) -> None:
+    def __init__(self, options: MeshOptions, pools: Sequence[Pool], run: RunDir, ready_fd: int) -> None:
         self.options = options
+        self.pools = pools
         self.run_dir = run
         self.etcd = options.etcd or f"127.0.0.1:{free_port()}"
-        self.served = options.served_name or model_dir.name
+        self.served, self.aliases = pools[0].served, pools[0].aliases
         self.console = make_console()
         self.ready_fd = ready_fd
         self.started = time.monotonic()
@@ -80,11 +91,9 @@ class _Mesh:
         self.stop = asyncio.Event()
         self._away: set[str] = set()  # processes that have ended and are started again
         self._ended = asyncio.Event()  # one more has
-        text_model = read_info(model_dir).text_model
-        self.aliases = {text_model: models.get(text_model)} if text_model else {}
         certs = str(run.certs) if options.tls else ""
         self.tls = TlsOptions(ca_file=str(run.certs / CA_CERT)) if options.tls else None  # towards the gateway
-        specs = process_specs(options, model_dir, run.path, run.sockets, self.etcd, self.aliases, certs)
+        specs = process_specs(options, pools, run.path, run.sockets, self.etcd, certs)
         self.supervisor = Supervisor(specs, run.logs, self._report, self._changed)
 
     async def run(self) -> None:
@@ -105,11 +114,11 @@ class _Mesh:
 
     async def _serve(self) -> None:
         options, supervisor = self.options, self.supervisor
-        workers = options.workers
+        workers = [name for pool in self.pools for name in pool.workers]
         threads = options.threads or threads_per_worker(len(workers), available_cores())
+        told = [f"{pool.served}: workers {', '.join(pool.workers)}" for pool in self.pools]
         self.console.print(
-            f"{self.served}: workers {', '.join(workers)} on {available_cores()} cores, threads of each: {threads}; "
-            f"logs in {self.run_dir.logs}",
+            f"{'; '.join(told)} on {available_cores()} cores, threads of each: {threads}; logs in {self.run_dir.logs}",
             highlight=False,
         )
         with self._display():
@@ -159,27 +168,38 @@ class _Mesh:
     async def _wait_routable(self, seconds: float) -> None:
         """Until every process runs and the gateway knows every worker. Raises DeadlineExceeded."""
         options = self.options
-        want = (options.encode, options.prefill + options.aggregated, options.decode + options.aggregated)
+        roles = ("encode", "prefill", "decode")
+        want = {
+            pool.served: [sum(role in has.split(",") for has in pool.workers.values()) for role in roles]
+            for pool in self.pools
+        }
         end = time.monotonic() + seconds
         async with connect(options.grpc, tls=self.tls, metadata=credentials()) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             while time.monotonic() < end:
-                have = (0, 0, 0)
+                have = {name: [0, 0, 0] for name in want}
                 try:
                     answer = await stub.ListModels(generation_pb2.ListModelsRequest(), timeout=2)
                     for model in answer.models:
-                        if model.id == self.served:
-                            have = (model.encode_workers, model.prefill_workers, model.decode_workers)
+                        have[model.id] = [model.encode_workers, model.prefill_workers, model.decode_workers]
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                         raise Unauthenticated(
                             "the gateway wants a key: put one, as `epd keys create` makes it, into EPD_API_KEY"
                         ) from None
                 running = all(child.state == "running" for child in self.supervisor.children.values())
-                if running and all(there >= wanted for there, wanted in zip(have, want, strict=True)):
+                counts = [
+                    (name, role, there, wanted)
+                    for name in want
+                    for role, there, wanted in zip(roles, have[name], want[name], strict=True)
+                ]
+                if running and all(there >= wanted for _, _, there, wanted in counts):
                     return
-                counts = zip(have, want, ("encode", "prefill", "decode"), strict=True)
-                self.routable = ", ".join(f"{there} of {wanted} {role}" for there, wanted, role in counts if wanted)
+                self.routable = ", ".join(
+                    f"{there} of {wanted} {role}{f' of {name}' if len(want) > 1 else ''}"
+                    for name, role, there, wanted in counts
+                    if wanted
+                )
                 self.routable += " routable"
                 await asyncio.sleep(0.1)
         raise DeadlineExceeded(f"not routable after {seconds:.0f} s ({self.routable}); see {self.run_dir.logs}")

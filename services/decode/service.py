@@ -153,6 +153,7 @@ class _Run:
             choices=list(request.choices),
             sampling=sampling,
             salt=request.salt,
+            adapter=request.adapter,
             cache_blocks=worker.cache_blocks(request.cache_bytes),
             priority=request.priority,
             media=media_from_proto(request.embeddings, len(request.prompt_token_ids)),

@@ -319,6 +319,7 @@ class Attempt:
             "sampling": self._sampling,
             "choices": list(self._choices),
             "salt": request.salt,
+            "adapter": request.adapter,
             "tenant": request.tenant,
             "priority": request.priority,
             "cache_bytes": request.cache_bytes,

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Mapping
 
 from common.errors import NoWorkers
@@ -12,12 +13,9 @@ from common.policies.routing import DECODE, PREFILL, WorkerView
 from common.registry.record import PROTOCOL_VERSION, WorkerRecord
 from common.rpc.channel import KEEPALIVE_SECONDS, connect
 from common.rpc.tls import TlsOptions
+from services.gateway.names import Adapter
 from services.gateway.pairs import Pairs
 from services.gateway.worker import Worker
-
-
-def no_workers(model: str) -> NoWorkers:
-    return NoWorkers(f"no worker can take requests for {model} now", retry_after_seconds=1.0)
 
 
 def _life(record: WorkerRecord) -> tuple[str, str]:
@@ -117,6 +115,54 @@ class Fleet:
             if {r.compat_id for r in roles[PREFILL]} & {r.compat_id for r in roles[DECODE]}
         }
 
+    def adapters(self) -> dict[str, Adapter]:
+        """LoRA adapters by name: what most workers mean by it, those that can take requests first."""
+        votes: dict[str, Counter[Adapter]] = {}
+        for worker in self._workers.values():
+            for name, adapter in worker.adapter_names.items():
+                votes.setdefault(name, Counter())[adapter] += len(self._workers) + 1 if worker.routable else 1
+        return {
+            name: max(found, key=lambda each: (found[each], each.checksum, each.model)) for name, found in votes.items()
+        }
+
+    def roles_with(self, adapter: Adapter) -> tuple[int, int] | None:
+        """Routable prefill and decode workers that hold an adapter; None without a pair that fits."""
+        holding = [
+            worker
+            for worker in self._workers.values()
+            if worker.routable and adapter.model in worker.record.names and adapter.checksum in worker.adapters
+        ]
+        prefills, decodes = ([each for each in holding if role in each.record.roles] for role in (PREFILL, DECODE))
+        fitting = {each.compat_id for each in prefills} & {each.compat_id for each in decodes}
+        return (len(prefills), len(decodes)) if fitting else None
+
+    def no_workers(self, model: str, adapter: str = "") -> NoWorkers:
+        """The error of a request that nobody can take, which says what is missing. adapter: its checksum."""
+        asked = f"{model} with this adapter" if adapter else model
+        missing = self._missing(model, adapter)
+        return NoWorkers(f"no worker can take requests for {asked} now{missing}", retry_after_seconds=1.0)
+
+    def _missing(self, model: str, adapter: str) -> str:
+        named = [
+            worker
+            for worker in self._workers.values()
+            if model in worker.record.names and (not adapter or adapter in worker.adapters)
+        ]
+        if not named:
+            return ": none has it" if adapter else ": none has registered"
+        roles = {role: [each for each in named if role in each.record.roles] for role in (PREFILL, DECODE)}
+        there = {role: [each for each in each_role if each.routable] for role, each_role in roles.items()}
+        missing = [
+            f"none of its {len(found)} {role} workers can be reached" if found else f"it has no {role} worker"
+            for role, found in roles.items()
+            if not there[role]
+        ]
+        if missing:
+            return f": {' and '.join(missing)}"
+        if not {each.compat_id for each in there[PREFILL]} & {each.compat_id for each in there[DECODE]}:
+            return ": its prefill and decode workers differ in revision, dtype or block size"
+        return ""
+
     async def wait_for_records(self, model: str, seconds: float) -> list[WorkerRecord]:
         """`records`, once there are any. Raises NoWorkers when none turns up in time."""
         try:
@@ -125,7 +171,7 @@ class Fleet:
                     await self.changed()
                 return found
         except TimeoutError:
-            raise no_workers(model) from None
+            raise self.no_workers(model) from None
 
     async def changed(self) -> None:
         """Returns at the next change of what is routable."""

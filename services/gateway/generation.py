@@ -83,11 +83,11 @@ class _Life:
         try:
             await asyncio.wait((self._outbox, task), return_when=asyncio.FIRST_COMPLETED)
             if self._outbox.done():
-                outbox, model = self._outbox.result(), self._model
+                outbox = self._outbox.result()
                 while (deltas := await outbox.take()) is not None:
                     prompt = self._prompt() if not self._line.first_sent else None
                     yield generation_pb2.GenerateResponse(
-                        request_id=self._label, model=model, choices=deltas, prompt=prompt
+                        request_id=self._label, model=self._name, choices=deltas, prompt=prompt
                     )
                     if not self._line.first_sent:
                         self._line.first_sent = self._loop.time()  # the client's transport has taken it
@@ -106,6 +106,11 @@ class _Life:
     def _model(self) -> str:
         """For metrics: never a name that only a client has made up."""
         return self._prepared.model if self._prepared else "unknown"
+
+    @property
+    def _name(self) -> str:
+        """For the client."""
+        return self._prepared.name if self._prepared else ""
 
     async def _run(self) -> None:
         mesh, observer = self._mesh, self._mesh.observer
@@ -187,7 +192,7 @@ class _Life:
         self._conclude(span, account, usage, prepared)
         self._final = generation_pb2.GenerateResponse(
             request_id=self._label,
-            model=prepared.model,
+            model=prepared.name,
             usage=usage,
             accounting=accounting.to_proto(account, self._trace_id),
         )
@@ -221,7 +226,7 @@ class _Life:
 
 
 def _describe(span: Span, prepared: Prepared) -> None:
-    span.set_attribute(telemetry.GEN_AI_MODEL, prepared.model)
+    span.set_attribute(telemetry.GEN_AI_MODEL, prepared.name)
     span.set_attribute(telemetry.GEN_AI_TEMPERATURE, prepared.sampling.temperature)
     if prepared.sampling.max_tokens is not None:
         span.set_attribute(telemetry.GEN_AI_MAX_TOKENS, prepared.sampling.max_tokens)

@@ -18,9 +18,12 @@ from common.rpc.errors import from_exception
 from common.telemetry import Telemetry
 from epd.v1 import generation_pb2, trace_pb2
 from services.gateway import media, openapi
+from services.gateway.adapters import AdapterControl
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.identity.identity import Identity
+from services.gateway.lora_http import LoraEdge
+from services.gateway.names import Served
 from services.gateway.openai_format import Answer, ChatFormat, CompletionFormat, PromptScores, error_json
 from services.gateway.openai_schema import ChatBody, CompletionBody, chat_request, completion_requests, parse
 from services.gateway.openai_structured import named
@@ -29,7 +32,7 @@ from services.gateway.request_id import RequestIds, label_of
 from services.gateway.responses_format import ResponseAnswer
 from services.gateway.responses_schema import ResponsesBody, responses_request
 from services.gateway.service import MeshTraceService, list_models
-from services.gateway.sse import DONE, ClientGone, EventStream, event, merge, while_connected
+from services.gateway.sse import DONE, ClientGone, EventStream, body_of, event, merge, while_connected
 from services.gateway.tokenization import (
     DetokenizeBody,
     Tokenization,
@@ -48,7 +51,13 @@ Responses = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]
 
 class HttpEdge:
     def __init__(
-        self, generator: Generator, fleet: Fleet, traces: MeshTraceService, tel: Telemetry, identity: Identity
+        self,
+        generator: Generator,
+        fleet: Fleet,
+        traces: MeshTraceService,
+        tel: Telemetry,
+        identity: Identity,
+        adapters: AdapterControl,
     ) -> None:
         self._identity = identity
         self._generator = generator
@@ -59,6 +68,7 @@ class HttpEdge:
         # Bodies are parsed by msgspec and answers written by it, so the schema is msgspec's, too.
         self._openapi = msgspec.json.encode(openapi.document(version("epd-mesh")))
         self._tokenization = Tokenization(generator, fleet)
+        lora = LoraEdge(adapters, identity)
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self.app = RequestIds(app)
         for path, handler in (
@@ -67,6 +77,8 @@ class HttpEdge:
             ("/v1/responses", self.responses),
             ("/tokenize", self.tokenize),
             ("/detokenize", self.detokenize),
+            ("/v1/load_lora_adapter", lora.load),
+            ("/v1/unload_lora_adapter", lora.unload),
         ):
             app.add_api_route(path, handler, methods=["POST"], response_model=None)
         for path, handler in (
@@ -88,12 +100,12 @@ class HttpEdge:
 
     async def chat(self, request: Request) -> Response:
         tenant = self._identity.tenant_of(request.headers)  # before the body is read
-        body = parse(await _body(request, self._max_body_bytes), ChatBody)
+        body = parse(await body_of(request, self._max_body_bytes), ChatBody)
         return await self._answer(request, tenant, body, [chat_request(body)])
 
     async def completions(self, request: Request) -> Response:
         tenant = self._identity.tenant_of(request.headers)
-        body = parse(await _body(request, self._max_body_bytes), CompletionBody)
+        body = parse(await body_of(request, self._max_body_bytes), CompletionBody)
         return await self._answer(request, tenant, body, completion_requests(body))
 
     async def _answer(
@@ -115,14 +127,14 @@ class HttpEdge:
         body: ChatBody | CompletionBody,
         asked: list[generation_pb2.GenerateRequest],
     ) -> Response:
-        label, model, responses = self._start(request, tenant, asked)
-        tokenizer = self._generator.preprocessor.tokenizers[model]
+        label, served, responses = self._start(request, tenant, asked)
+        tokenizer = self._generator.preprocessor.tokenizers[served.model]
         n, top = body.n or 1, body.prompt_logprobs
         chat = isinstance(body, ChatBody)
         answer = Answer(
             ChatFormat(tokenizer) if isinstance(body, ChatBody) else CompletionFormat(tokenizer, top=body.logprobs),
             label,
-            model,
+            served.name,
             logprobs=bool(body.logprobs) if chat else body.logprobs is not None,
             n=n,
             echo=not isinstance(body, ChatBody) and bool(body.echo),
@@ -139,12 +151,12 @@ class HttpEdge:
 
     def _start(
         self, request: Request, tenant: str, asked: list[generation_pb2.GenerateRequest]
-    ) -> tuple[str, str, Responses]:
-        """(label, model, answers): the requests begin when the answers are read."""
+    ) -> tuple[str, Served, Responses]:
+        """(label, what is asked for, answers): the requests begin when the answers are read."""
         label = label_of(request.scope)
         self._telemetry.attach(telemetry.extract(list(request.headers.items())))
         images = any(media.sources(one) for one in asked)
-        model = self._generator.preprocessor.model(asked[0].model, images=images)
+        served = self._generator.preprocessor.names.find(asked[0].model, images=images)
         session = request.headers.get(SESSION_ID, "")
         if len(session) > MAX_LABEL:
             raise InvalidArgument(f"{SESSION_ID} must have at most {MAX_LABEL} characters", field=SESSION_ID)
@@ -153,15 +165,15 @@ class HttpEdge:
             one.session_id = one.session_id or session
         return (
             label,
-            model,
+            served,
             merge([self._generator.generate(one, tenant=tenant, timeout_seconds=None) for one in asked]),
         )
 
     async def responses(self, request: Request) -> Response:
         tenant = self._identity.tenant_of(request.headers)
-        body = parse(await _body(request, self._max_body_bytes), ResponsesBody)
-        label, model, responses = self._start(request, tenant, [responses_request(body)])
-        answer = ResponseAnswer(body, label, model, self._generator.preprocessor.tokenizers[model])
+        body = parse(await body_of(request, self._max_body_bytes), ResponsesBody)
+        label, served, responses = self._start(request, tenant, [responses_request(body)])
+        answer = ResponseAnswer(body, label, served.name, self._generator.preprocessor.tokenizers[served.model])
         if not body.stream:
             await while_connected(request.receive, _take_all(responses, answer))
             return _json(200, answer.whole())
@@ -170,13 +182,13 @@ class HttpEdge:
 
     async def tokenize(self, request: Request) -> Response:
         tenant = self._identity.tenant_of(request.headers)
-        body = parse(await _body(request, self._max_body_bytes), TokenizeBody)
+        body = parse(await body_of(request, self._max_body_bytes), TokenizeBody)
         found = await self._tokenization.tokenize(tokenize_request(body), tenant)
         return _json(200, tokenized(found, strings=bool(body.return_token_strs)))
 
     async def detokenize(self, request: Request) -> Response:
         tenant = self._identity.tenant_of(request.headers)
-        body = parse(await _body(request, self._max_body_bytes), DetokenizeBody)
+        body = parse(await body_of(request, self._max_body_bytes), DetokenizeBody)
         return _json(200, {"prompt": (await self._tokenization.detokenize(detokenize_request(body), tenant)).text})
 
     async def openapi(self, request: Request) -> Response:
@@ -189,11 +201,12 @@ class HttpEdge:
 
     async def model(self, request: Request) -> Response:
         self._identity.tenant_of(request.headers)
-        name = self._generator.preprocessor.model(request.path_params["model"])
+        name = request.path_params["model"]
+        served = self._generator.preprocessor.names.find(name)
         for model in list_models(self._generator, self._fleet):
             if model.id == name:
                 return _json(200, _model(model))
-        raise HTTPException(404, f"model {name!r} has no workers now")
+        raise HTTPException(404, self._fleet.no_workers(served.model, served.adapter).message)
 
     async def health(self, request: Request) -> Response:
         """503 while draining."""
@@ -287,15 +300,6 @@ async def _response_events(
             yield event(told, told["type"])
 
 
-async def _body(request: Request, most: int) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise HTTPException(413, f"the body must have at most {most} bytes")
-    return bytes(body)
-
-
 def _json(status: int, content: object, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
@@ -306,6 +310,8 @@ def _model(model: generation_pb2.Model) -> dict[str, object]:
         "object": "model",
         "created": 0,
         "owned_by": "epd-mesh",
+        "root": model.root,
+        "parent": model.parent or None,
         "max_model_len": model.max_context_tokens,
         "dtype": model.dtype,
         "images": model.images,

@@ -19,6 +19,7 @@ from common.rpc.server import Server, make_server
 from common.span_store import SpanStore
 from epd.inference import inference_pb2_grpc
 from epd.v1 import generation_pb2_grpc, trace_pb2_grpc
+from services.gateway.adapters import AdapterControl
 from services.gateway.admission import Admission
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
@@ -115,6 +116,7 @@ class Gateway:
             salt_secret=settings.salt_secret,
             wait_seconds=settings.route_wait_seconds,
             cache_bytes=lambda tenant: self.identity.limits(tenant).cache_bytes,
+            aliases=settings.aliases,
         )
         cleanup.callback(preprocessor.close)
         self.sharing = Sharing(settings.gateway_id, settings.quota, self.identity.limits, tel, settings.worker_tls)
@@ -126,14 +128,15 @@ class Gateway:
         traces = MeshTraceService(self.store, self.fleet, self.identity)
 
         server = self._server = make_server(telemetry=tel, tls=settings.tls, receive_bytes=settings.media.message_bytes)
-        service = GenerationService(self.generator, self.fleet, self.identity)
+        adapters = AdapterControl(self.fleet, preprocessor.names, settings.etcd)
+        service = GenerationService(self.generator, self.fleet, self.identity, adapters)
         server.add(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service, GENERATION_SERVICE)
         inference = InferenceService(self.generator, self.fleet, self.identity)
         server.add(inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, inference, INFERENCE_SERVICE)
         server.add(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces, "epd.v1.TraceService")
         await server.start(settings.grpc_bind)
         cleanup.push_async_callback(server.stop, _LAST_SECONDS)
-        edge = HttpEdge(self.generator, self.fleet, traces, tel, self.identity)
+        edge = HttpEdge(self.generator, self.fleet, traces, tel, self.identity, adapters)
         self._http = HttpServer(edge.app, settings.tls)
         await self._http.start(settings.http_bind)
         cleanup.push_async_callback(self._http.stop, _LAST_SECONDS)

@@ -6,13 +6,14 @@ import msgspec
 
 from common.errors import by_reason
 from common.sampling import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from services.gateway.lora_http import LoadBody, UnloadBody
 from services.gateway.openai_schema import ChatBody, CompletionBody
 from services.gateway.preprocess import MAX_LABEL, MAX_STREAM_INTERVAL
 from services.gateway.responses_schema import ResponsesBody
 from services.gateway.tokenization import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
-BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, LoadBody, UnloadBody)
 _REF = "#/components/schemas/{name}"
 _HTTP_OWN = {404: "no such path", 405: "no such method here", 413: "a body that is too large"}
 # What is checked after the body was parsed, and no type says.
@@ -110,7 +111,7 @@ def _schemas() -> Json:
     text = {"type": ["string", "null"]}
     calls = {"type": "array", "items": {"type": "object"}}
     message = _object({"role": _TEXT, "content": text, "refusal": {"type": "null"}}, {"tool_calls": calls})
-    model = _object({"id": _TEXT, "object": {"enum": ["model"]}, "created": _INTEGER, "owned_by": _TEXT})
+    model = _object({"id": _TEXT, "object": {"enum": ["model"]}, "created": _INTEGER, "owned_by": _TEXT, "root": _TEXT})
     optional_text = {"type": ["string", "null"]}
     error = _object({"message": _TEXT, "type": _TEXT, "param": optional_text, "code": optional_text})
     return {
@@ -205,6 +206,12 @@ def document(version: str) -> Json:
             },
             "/tokenize": {"post": _operation("Token ids of a prompt", _content(_ref("Tokens")), body="TokenizeBody")},
             "/detokenize": {"post": _operation("Text of token ids", _content(_ref("Prompt")), body="DetokenizeBody")},
+            "/v1/load_lora_adapter": {
+                "post": _operation("Loads a LoRA adapter", _content(_TEXT, "text/plain"), body="LoadBody")
+            },
+            "/v1/unload_lora_adapter": {
+                "post": _operation("Takes no more requests for it", _content(_TEXT, "text/plain"), body="UnloadBody")
+            },
             "/v1/models": {"get": _operation("Models that can be asked now", _content(_ref("Models")))},
             "/v1/models/{model}": {"get": _operation("One of them", _content(_ref("Model")), parameter="model")},
             "/health": {"get": _status("503 while the gateway drains")},

@@ -23,7 +23,7 @@ from services.gateway.attempt import Attempt, Turn
 from services.gateway.call import CallFailed
 from services.gateway.choice import Choice
 from services.gateway.encoding import Encoding
-from services.gateway.fleet import Fleet, no_workers
+from services.gateway.fleet import Fleet
 from services.gateway.outbox import Outbox
 from services.gateway.planning import Planner
 from services.gateway.preprocess import Prepared
@@ -152,7 +152,9 @@ class _Leg:
         fleet = self._mesh.fleet
         prefill, decode = _worker(fleet, plan.prefill), _worker(fleet, plan.decode)
         if (plan.prefill and not prefill) or (plan.decode and not decode):
-            raise no_workers(self._request.model)  # cannot be: the snapshot is of this very moment
+            raise fleet.no_workers(
+                self._request.model, self._request.adapter
+            )  # cannot be: the snapshot is of this very moment
         record.prefill_worker = plan.prefill.worker_id if plan.prefill else ""
         record.decode_worker = plan.decode.worker_id if plan.decode else ""
         key = types_pb2.RequestKey(request_id=self._request.internal_id, leg=leg, attempt=record.attempt)

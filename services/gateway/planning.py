@@ -14,7 +14,7 @@ from common import telemetry
 from common.policies.routing import DECODE, PREFILL, Hold, Plan, Score, WorkerView, route
 from common.telemetry import Telemetry
 from services.gateway.accounting import AttemptRecord
-from services.gateway.fleet import Fleet, no_workers
+from services.gateway.fleet import Fleet
 from services.gateway.observe import TenantLabels
 from services.gateway.queue import Ask, Queue, Waiter
 from services.gateway.settings import GatewaySettings
@@ -80,7 +80,7 @@ class Planner:
                 self._describe(span, ask.model, found)
                 return found
             if not await self._changed(begin + ask.wait_seconds):
-                raise no_workers(ask.model)
+                raise self._fleet.no_workers(ask.model, ask.wanted[0].adapter)
 
     @contextlib.contextmanager
     def sent(self, ask: Ask, plan: Plan, record: AttemptRecord, *, encodes: bool) -> Iterator[None]:

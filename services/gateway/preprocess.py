@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from common.cache.keys import block_keys, root_key
-from common.errors import ContextTooLong, InvalidArgument, ModelNotFound, NeverFits
+from common.errors import ContextTooLong, InvalidArgument, NeverFits
 from common.media.limits import MediaLimits
 from common.media.remote import RemoteImages
 from common.models.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from services.gateway import media
 from services.gateway.fleet import Fleet
 from services.gateway.grammars import GrammarChecks
 from services.gateway.media import MediaItem, Source
+from services.gateway.names import Names, Served
 from services.gateway.prompt import prompt_ids
 from services.gateway.settings import DEFAULT_TENANT
 from services.gateway.tools.plan import ToolPlan, plan
@@ -41,7 +42,9 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A request that workers can run."""
 
     internal_id: bytes  # 16 random bytes
+    name: str  # what answers call the model: it, or the adapter
     model: str
+    adapter: str = ""  # checksum of a LoRA adapter on it
     tenant: str
     salt: bytes
     tokenizer: Tokenizer
@@ -79,6 +82,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             min_output_tokens=max(1, _sure_tokens(self.sampling) - output_tokens),
             exclude=exclude,
             images=bool(self.media),
+            adapter=self.adapter,
             prefer_prefill=prefer_prefill,
         )
 
@@ -98,8 +102,11 @@ class Preprocessor:
         salt_secret: str,
         wait_seconds: float,
         cache_bytes: Callable[[str], int] = lambda tenant: 0,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """specs: of the models that take images, by name. cache_bytes: of a tenant, see Prepared."""
+        """specs: of the models that take images, by name. cache_bytes: of a tenant, as in Prepared. aliases: as in
+        Names."""
+        self.names = Names(tokenizers, specs, aliases or {}, fleet.adapters)
         self._cache_bytes = cache_bytes
         self.tokenizers = tokenizers
         self._grammars = GrammarChecks(tokenizers)
@@ -115,20 +122,11 @@ class Preprocessor:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
 
-    def model(self, name: str, *, images: bool = False) -> str:
-        """The model asked for; without a name the first, with images the first that takes them. Raises
-        ModelNotFound."""
-        if not name and self.tokenizers:
-            return next(iter(self.specs if images and self.specs else self.tokenizers))
-        if name not in self.tokenizers:
-            known = ", ".join(sorted(self.tokenizers)) or "none"
-            raise ModelNotFound(f"model {name[:MAX_LABEL]!r} is not served here; served: {known}", field="model")
-        return name
-
     async def prepare(self, request: generation_pb2.GenerateRequest, tenant: str) -> Prepared:
         """Raises InvalidArgument (ContextTooLong, NeverFits) naming field and limits, ModelNotFound, NoWorkers."""
         images = media.sources(request)
-        model = self.model(request.model, images=bool(images))
+        served = self.names.find(request.model, images=bool(images))
+        model = served.model
         check_parameters(request)
         self._check_images(model, images)
         sampling = wire.sampling_from_proto(request.sampling)
@@ -144,7 +142,7 @@ class Preprocessor:
         salt = hmac.new(self._salt_secret, tenant.encode(), hashlib.sha256).digest() if named else b""
         fetched = await media.fetch(images, self._remote)
         prompt, found, keys = await asyncio.get_running_loop().run_in_executor(
-            self._pool, self._read, request, model, images, fetched, records, salt
+            self._pool, self._read, request, served, images, fetched, records, salt
         )
         n = request.n if request.HasField("n") else 1
         check_limits(prompt, n, sampling, records)
@@ -152,7 +150,9 @@ class Preprocessor:
         first_key = next(iter(keys.values()), [])[:1]
         return Prepared(
             internal_id=secrets.token_bytes(16),
+            name=served.name,
             model=model,
+            adapter=served.adapter,
             tenant=tenant,
             salt=salt,
             tokenizer=self.tokenizers[model],
@@ -186,17 +186,18 @@ class Preprocessor:
         """(model, its tokenizer, the prompt's token ids as `prepare` makes them). Raises InvalidArgument,
         ModelNotFound."""
         images = media.sources(request)
-        model = self.model(request.model, images=bool(images))
+        served = self.names.find(request.model, images=bool(images))
+        model = served.model
         check_parameters(request)
         self._check_images(model, images)
         fetched = await media.fetch(images, self._remote)
-        read = functools.partial(self._read, request, model, images, fetched, (), b"")
+        read = functools.partial(self._read, request, served, images, fetched, (), b"")
         prompt, _, _ = await asyncio.get_running_loop().run_in_executor(self._pool, read)
         return model, self.tokenizers[model], prompt
 
     async def detokenize(self, name: str, token_ids: Sequence[int]) -> tuple[str, str]:
         """(model, text), special tokens included. Raises InvalidArgument, ModelNotFound."""
-        model = self.model(name)
+        model = self.names.find(name).model
         tokenizer = self.tokenizers[model]
         if token_ids and max(token_ids) >= tokenizer.vocab_size:
             raise InvalidArgument(f"tokens must be below the vocabulary's size, {tokenizer.vocab_size}", field="tokens")
@@ -224,7 +225,7 @@ class Preprocessor:
     def _read(
         self,
         request: generation_pb2.GenerateRequest,
-        model: str,
+        served: Served,
         images: Sequence[Source],
         fetched: Mapping[int, bytes],
         records: Sequence[WorkerRecord],
@@ -232,16 +233,16 @@ class Preprocessor:
     ) -> tuple[list[int], tuple[MediaItem, ...], dict[str, list[bytes]]]:
         """Runs in a thread. Token ids, images in their places, and block keys by what names blocks alike: model,
         revision, block size."""
-        spec = self.specs.get(model)
+        spec = self.specs.get(served.model)
         pictures = media.read(images, fetched, self._limits)
         sizes = [picture.size for picture in pictures]
-        prompt = prompt_ids(request, self.tokenizers[model], spec, sizes)
+        prompt = prompt_ids(request, self.tokenizers[served.model], spec, sizes)
         found: tuple[MediaItem, ...] = ()
         if spec is not None:
             found = media.items(pictures, spec.place(prompt, sizes, field="prompt"), spec.options, salt)
         keys: dict[str, list[bytes]] = {}
         for layout in {keys_id(record.layout): record.layout for record in records}.values():
-            root = root_key(layout.model, layout.revision, salt)
+            root = root_key(layout.model, layout.revision, salt, served.adapter)
             spans = [item.span for item in found]
             keys[keys_id(layout)] = block_keys(root, prompt, layout.block_size, media=spans)
         return prompt, found, keys

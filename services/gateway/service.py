@@ -14,6 +14,7 @@ from common.rpc import deadline
 from common.rpc.trace_service import find_trace_id, to_proto
 from common.span_store import SpanStore
 from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc
+from services.gateway.adapters import AdapterControl
 from services.gateway.fleet import Fleet
 from services.gateway.generation import Generator
 from services.gateway.identity.identity import Identity
@@ -27,8 +28,9 @@ _SHOWN_PREFIXES = (f"{ChatFormat.prefix}-", f"{CompletionFormat.prefix}-", f"{PR
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
-    def __init__(self, generator: Generator, fleet: Fleet, identity: Identity) -> None:
+    def __init__(self, generator: Generator, fleet: Fleet, identity: Identity, adapters: AdapterControl) -> None:
         self._identity = identity
+        self._adapters = adapters
         self._generator = generator
         self._fleet = fleet
         self._tokenization = Tokenization(generator, fleet)
@@ -55,6 +57,19 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         return await self._tokenization.tokenize(request, self._identity.tenant_of(_metadata(context)))
 
+    async def LoadAdapter(
+        self, request: generation_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.LoadAdapterResponse:
+        self._identity.check_admin(_metadata(context))
+        return await self._adapters.load(request)
+
+    async def UnloadAdapter(
+        self, request: generation_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.UnloadAdapterResponse:
+        self._identity.check_admin(_metadata(context))
+        await self._adapters.unload(request.name)
+        return generation_pb2.UnloadAdapterResponse()
+
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DetokenizeResponse:
@@ -76,9 +91,27 @@ def list_models(generator: Generator, fleet: Fleet) -> list[generation_pb2.Model
                     decode_workers=len(roles[DECODE]),
                     encode_workers=len(roles[ENCODE]),
                     images=model in generator.preprocessor.specs,
+                    root=model,
                 )
             )
+    listed = {model.id: model for model in found}
+    names = generator.preprocessor.names
+    for alias, model in sorted(names.aliases.items()):
+        if model in listed:
+            found.append(_like(listed[model], alias))
+    for name, adapter in names.adapters().items():
+        if (base := listed.get(adapter.model)) is not None and (counts := fleet.roles_with(adapter)):
+            found.append(_like(base, name))
+            found[-1].parent = base.id
+            found[-1].prefill_workers, found[-1].decode_workers = counts
     return found
+
+
+def _like(model: generation_pb2.Model, name: str) -> generation_pb2.Model:
+    made = generation_pb2.Model()
+    made.CopyFrom(model)
+    made.id = name
+    return made
 
 
 def _away(fleet: Fleet) -> list[generation_pb2.AwayWorker]:

@@ -25,7 +25,8 @@ DEFAULT_TENANT = "default"  # of requests that name none
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """All knobs of one gateway; durations in seconds."""
 
-    models: dict[str, str] = {}  # served name to the directory with its tokenizer
+    models: dict[str, str] = {}  # served name to the directory with its tokenizer; the first is the default
+    aliases: dict[str, str] = {}  # further names for clients, each with the served name that it means
     grpc_bind: str = "127.0.0.1:50051"  # port 0: a free one
     http_bind: str = "127.0.0.1:8000"
     etcd: EtcdSettings | None = EtcdSettings()  # None: no registry; whoever made the gateway feeds its fleet (tests)

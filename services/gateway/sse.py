@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that a client has gone."""
+"""Bodies of requests, server-sent events, and noticing that a client has gone."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
@@ -6,6 +6,8 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +23,16 @@ class ClientGone(Exception):
 def event(data: Any, name: str = "") -> bytes:
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + _encode(data) + b"\n\n"
+
+
+async def body_of(request: Request, most: int) -> bytes:
+    """A whole body. Raises HTTPException 413 for a longer one."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise HTTPException(413, f"the body must have at most {most} bytes")
+    return bytes(body)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
@@ -12,7 +13,7 @@ from common.cache.keys import KvLayout
 from common.policies.circuit import Circuit, CircuitPolicy
 from common.policies.encoding import ENCODE, EncoderView
 from common.policies.routing import DECODE, PREFILL, WorkerView
-from common.registry.record import WorkerRecord
+from common.registry.record import ADAPTER_NAME, WorkerRecord
 from common.rpc.tls import handshake_refusal
 from epd.v1 import (
     decode_pb2,
@@ -25,12 +26,14 @@ from epd.v1 import (
     worker_pb2_grpc,
 )
 from services.gateway.block_index import BlockIndex
+from services.gateway.names import Adapter
 from services.gateway.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _LAST_BACKOFF_SECONDS = 2.0
 TELL_SECONDS = 5.0  # for a worker to take a word about a running call
+_MAX_ADAPTERS = 1024  # of one worker; what it says beyond them is not kept
 _WATCH_FIRST_SECONDS = 2.0  # for the first message of a watch
 
 
@@ -76,6 +79,8 @@ class Worker:
         self.up = False
         self.gone = False
         self.load = worker_pb2.Load()
+        self.adapter_names: dict[str, Adapter] = {}
+        self.adapters: frozenset[str] = frozenset()  # checksums; unnamed ones too, for what runs already
         self.index = BlockIndex(record.worker_id, record.num_blocks + record.embedding_rows)
         self._changed, self._loaded = changed, loaded
         self._charges: set[Charge] = set()
@@ -90,7 +95,7 @@ class Worker:
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self.trace = trace_pb2_grpc.TraceServiceStub(self._channel)
-        self._worker_service = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self.service = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.tokens = TokenStream(self.decode, record.worker_id) if DECODE in record.roles else None
         self._telling: set[grpc.aio.Call] = set()
         self._watch: grpc.aio.Call | None = None
@@ -132,6 +137,7 @@ class Worker:
             free_blocks=self._free_blocks(),
             cached=self.index.keys,
             unreachable=unreachable,
+            adapters=self.adapters,
         )
 
     def encoder_view(self) -> EncoderView:
@@ -288,16 +294,20 @@ class Worker:
     async def _follow(self) -> bool:
         """Reads one watch; returns when it ended or a gap showed. Whether the worker was up meanwhile."""
         request = worker_pb2.WatchRequest(from_sequence=self.index.sequence, incarnation=self.record.incarnation)
-        watch = self._watch = self._worker_service.Watch(request)
+        watch = self._watch = self.service.Watch(request)
         self.index.begin()
         try:
             async with asyncio.timeout(_WATCH_FIRST_SECONDS):
                 message = await watch.read()
+            told = False  # of adapters; a worker without any says nothing of them
             while message is not grpc.aio.EOF:
+                told |= message.WhichOneof("event") == "adapters"
                 if not self._apply(message):
                     return True
                 # The snapshot or the missed events come before the load, so a worker that is up has its index.
                 if message.WhichOneof("event") == "load":
+                    if not told and self.adapters:
+                        self._on_adapters(())
                     self._set_up(True)
                 message = await watch.read()
             return self.up
@@ -315,7 +325,18 @@ class Worker:
                 return self.index.apply(message.blocks)
             case "beat":
                 self.beats = True
+            case "adapters":
+                self._on_adapters(message.adapters.adapters)
         return True
+
+    def _on_adapters(self, adapters: Sequence[worker_pb2.Adapter]) -> None:
+        self.adapters = frozenset(each.checksum for each in adapters[:_MAX_ADAPTERS])
+        self.adapter_names = {
+            each.name: Adapter(each.checksum, each.model)
+            for each in adapters[:_MAX_ADAPTERS]
+            if re.fullmatch(ADAPTER_NAME, each.name) and each.model in self.record.names
+        }
+        self._changed()
 
     def _on_load(self, load: worker_pb2.Load) -> None:
         self._reports += 1

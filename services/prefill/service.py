@@ -128,6 +128,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             choices=list(request.choices),
             sampling=sampling,
             salt=request.salt,
+            adapter=request.adapter,
             cache_blocks=self._worker.cache_blocks(request.cache_bytes),
             priority=request.priority,
             publish=request.HasField("publication"),

@@ -21,9 +21,10 @@ class Running:
     def __init__(
         self, mesh: ProcessMesh, prompt: list[int], options: dict[str, Any], max_tokens: int = MAX_TOKENS
     ) -> None:
-        self.prompt, self.options, self.max_tokens = prompt, options, max_tokens
+        self.prompt, self.max_tokens = prompt, max_tokens
+        self.options = {"ignore_eos": True, **options}
         self.tokens = 0
-        self._stream = mesh.open(prompt, max_tokens=max_tokens, ignore_eos=True, **options)
+        self._stream = mesh.open(prompt, max_tokens=max_tokens, **self.options)
         self.answer: asyncio.Task[Answer] = asyncio.create_task(collect(self._counted()))
 
     async def _counted(self) -> AsyncIterator[Any]:
@@ -63,13 +64,17 @@ async def at_stage(
     raise Missed("no worker was seen at the stage before it was past")
 
 
+def over(running: list[Running]) -> Callable[[], bool]:
+    return lambda: all(each.answer.done() for each in running)
+
+
 async def undisturbed(mesh: ProcessMesh, path: Path, running: list[Running]) -> list[Answer]:
     """Waits for all answers and compares each with a run that nobody disturbs: `generate`'s when it is greedy."""
     answers = [await each.answer for each in running]
     for each, answer in zip(running, answers, strict=True):
         assert set(answer.choices) == set(range(each.options.get("n", 1)))
         if "seed" in each.options:
-            again = await mesh.generate(each.prompt, max_tokens=each.max_tokens, ignore_eos=True, **each.options)
+            again = await mesh.generate(each.prompt, max_tokens=each.max_tokens, **each.options)
             assert again.accounting.attempts == 1
             expected = {index: choice.tokens for index, choice in again.choices.items()}
         else:
@@ -95,3 +100,34 @@ async def struck(
             if hit(answers):
                 return answers
     raise Missed(f"not one of {ATTEMPTS} attempts hit")
+
+
+async def struck_at(
+    mesh: ProcessMesh,
+    path: Path,
+    begin: Callable[[int], Awaitable[list[Running]]],
+    role: str,
+    stage: Callable[[list[Running], Role], Awaitable[bool]],
+    strike: Callable[[Role], Awaitable[None]],
+    mend: Callable[[Role], None] = lambda victim: None,
+) -> list[Answer]:
+    """Requests that one worker of the role is struck under, at the stage; begun anew when it came too late to hit one.
+
+    begin: the requests of an attempt, by number. mend: once the answers are there.
+    """
+
+    async def disturb(attempt: int) -> list[Answer]:
+        running = await begin(attempt)
+        try:
+            victim = await at_stage(mesh.of(role), lambda worker: stage(running, worker), over(running))
+            await strike(victim)
+            try:
+                await asyncio.gather(*(each.answer for each in running))
+            finally:
+                mend(victim)
+        finally:
+            answers = await undisturbed(mesh, path, running)
+            await mesh.settled()
+        return answers
+
+    return await struck(disturb)

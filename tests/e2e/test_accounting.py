@@ -8,6 +8,7 @@ import pytest
 
 from common import telemetry as names
 from common.engine.settings import TimedModel
+from common.policies.slo import SloTarget
 from common.rpc import wire
 from epd.v1 import generation_pb2
 from tests.e2e.conftest import Meshes
@@ -96,9 +97,10 @@ async def test_hops_of_each_form(form: str, meshes: Meshes) -> None:
 
 @session
 async def test_a_miss_names_the_hop(meshes: Meshes) -> None:
-    """A slow prefill is to blame for a late first token."""
-    slow = TimedModel(base_seconds=0.002, seconds_per_prefill_token=0.004, num_layers=3, vocab_size=512)
-    mesh = await meshes.get(executor="timed", timed=slow)
+    """A slow prefill is to blame for a late first token; what both have time for is met."""
+    slow = TimedModel(base_seconds=0.002, seconds_per_prefill_token=0.02, num_layers=3, vocab_size=512)
+    target = SloTarget(ttft_seconds=3.0, tpot_seconds=60.0)  # 4 s of prefill miss it, 0.4 s on any machine do not
+    mesh = await meshes.get(executor="timed", timed=slow, gateway={"slo": target})
     answer = await mesh.generate(list(range(200)), max_tokens=3, ignore_eos=True)
     assert not answer.accounting.slo_met
     assert answer.accounting.slo_blame == names.PREFILL_FORWARD

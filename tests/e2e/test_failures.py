@@ -15,7 +15,19 @@ from common.rpc.channel import connect
 from common.rpc.errors import reason_of
 from epd.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from tests import oracle
-from tests.e2e.running import MAX_TOKENS, SEEDED, Running, at_stage, prompts, undisturbed
+from tests.e2e.running import (
+    MAX_TOKENS,
+    SEEDED,
+    Missed,
+    Running,
+    at_stage,
+    over,
+    prompts,
+    struck,
+    struck_at,
+    undisturbed,
+)
+from tests.mesh import Answer
 from tests.processes import ProcessMesh, Role, process_mesh
 
 session = pytest.mark.asyncio(loop_scope="session")
@@ -59,43 +71,35 @@ async def start(
     return [Running(mesh, prompt, each, max_tokens) for prompt, each in zip(asked, options, strict=True)]
 
 
+async def hang(victim: Role) -> None:
+    victim.hang()
+
+
 @session
 async def test_a_decode_worker_hangs(mesh: ProcessMesh, path: Path) -> None:
     """Stopped while it decodes: its requests go on elsewhere, and when it wakes it gives everything back."""
-    # Many tokens: they are still being made when the worker that was seen decoding is stopped.
-    running = await start(mesh, path, "decode hangs", {"n": 1}, {"n": 3, **SEEDED}, max_tokens=300)
 
-    async def decoding(worker: Role) -> bool:
+    async def begin(attempt: int) -> list[Running]:
+        # Many tokens: they are still being made when the worker that was seen decoding is stopped.
+        return await start(mesh, path, f"decode hangs {attempt}", {"n": 1}, {"n": 3, **SEEDED}, max_tokens=300)
+
+    async def decoding(running: list[Running], worker: Role) -> bool:
         return bool((await mesh.status(worker)).load.running)
 
-    victim = await at_stage(mesh.of("decode"), decoding)
-    victim.hang()
-    try:
-        answers = [await each.answer for each in running]
-    finally:
-        victim.wake()
-    assert max(answer.accounting.attempts for answer in answers) >= 2
-    await undisturbed(mesh, path, running)
-    await mesh.settled()
+    await struck_at(mesh, path, begin, "decode", decoding, hang, Role.wake)
 
 
 @session
 async def test_a_prefill_worker_hangs_while_it_is_pulled_from(mesh: ProcessMesh, path: Path) -> None:
     """Stopped in the midst of the prompt, of which some is on its way already."""
-    running = await start(mesh, path, "prefill hangs", {"n": 3}, {"n": 1, **SEEDED}, length=960)
 
-    async def half_done(worker: Role) -> bool:
+    async def begin(attempt: int) -> list[Running]:
+        return await start(mesh, path, f"prefill hangs {attempt}", {"n": 3}, {"n": 1, **SEEDED}, length=960)
+
+    async def half_done(running: list[Running], worker: Role) -> bool:
         return 200 <= (await mesh.status(worker)).load.pending_prefill_tokens <= 800
 
-    victim = await at_stage(mesh.of("prefill"), half_done)
-    victim.hang()
-    try:
-        answers = [await each.answer for each in running]
-    finally:
-        victim.wake()
-    assert max(answer.accounting.attempts for answer in answers) >= 2
-    await undisturbed(mesh, path, running)
-    await mesh.settled()
+    await struck_at(mesh, path, begin, "prefill", half_done, hang, Role.wake)
 
 
 @session
@@ -127,18 +131,21 @@ async def test_drained_under_load(role: str, mesh: ProcessMesh, path: Path) -> N
 async def test_b03_killed_under_load(mesh: ProcessMesh, path: Path) -> None:
     """Case B3: of twenty requests those on the dead worker are retried elsewhere."""
     options: list[dict[str, Any]] = [{"n": 1}, {"n": 1, **SEEDED}]
-    running = await start(mesh, path, "B3", *options * 10)
+    killed: list[Role] = []
 
-    async def busy(worker: Role) -> bool:
+    async def begin(attempt: int) -> list[Running]:
+        return await start(mesh, path, f"B3 {attempt}", *options * 10)
+
+    async def busy(running: list[Running], worker: Role) -> bool:
         return (await mesh.status(worker)).load.running >= 2
 
-    victim = await at_stage(mesh.of("decode"), busy)
-    await victim.kill()
-    answers = await undisturbed(mesh, path, running)
-    assert max(answer.accounting.attempts for answer in answers) >= 2
-    await mesh.settled()
+    async def kill(victim: Role) -> None:
+        await victim.kill()
+        killed.append(victim)
+
+    await struck_at(mesh, path, begin, "decode", busy, kill)
     async with asyncio.timeout(10):
-        while victim.left():  # its engine ends with it
+        while killed[-1].left():  # its engine ends with it
             await asyncio.sleep(0.05)
 
 
@@ -203,17 +210,25 @@ async def test_b01_etcd_pauses_for_longer_than_the_leases(mesh: ProcessMesh, pat
 @session
 async def test_b06_b08_the_gateway_dies(mesh: ProcessMesh, path: Path) -> None:
     """Cases B8, B6: workers give back what its requests held; the next gateway finds them and what they cached."""
-    running = await start(mesh, path, "B8", {"n": 1}, {"n": 3, **SEEDED}, {"n": 1})
 
     async def busy(worker: Role) -> bool:
         return bool((await mesh.status(worker)).load.active_blocks)
 
-    await at_stage(mesh.of("prefill"), busy)
-    await at_stage(mesh.of("decode"), busy)
-    await mesh.gateway.kill()
-    for each in running:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await each.answer
+    async def disturb(attempt: int) -> list[Answer]:
+        # Many tokens: they are still being made when the gateway dies.
+        options: list[dict[str, Any]] = [{"n": 1}, {"n": 3, **SEEDED}, {"n": 1}, {"n": 1}]
+        running = await start(mesh, path, f"B8 {attempt}", *options, max_tokens=300)
+        try:
+            await at_stage(mesh.of("prefill"), busy, over(running))
+            await at_stage(mesh.of("decode"), busy, over(running))
+            await mesh.gateway.kill()
+        finally:
+            ends = await asyncio.gather(*(each.answer for each in running), return_exceptions=True)
+        if not all(isinstance(end, grpc.aio.AioRpcError) for end in ends):
+            raise Missed("some were done")
+        return []
+
+    await struck(disturb, hit=lambda answers: True)
     await mesh.settled()
     for worker in mesh.workers.values():
         load = (await mesh.status(worker)).load
@@ -242,15 +257,17 @@ async def test_b03_the_only_decode_worker_is_killed(
 ) -> None:
     """Nobody else can go on with its requests: they wait until it is back, and the client sees one unbroken stream."""
     async with process_mesh(path, tmp_path, roles=("prefill", "decode")) as mesh:
-        running = await start(mesh, path, "only one", {"n": 1}, {"n": 3, **SEEDED}, length=40, max_tokens=300)
-        (victim,) = mesh.of("decode")
 
-        async def decoding(worker: Role) -> bool:
-            return all(each.tokens > 3 for each in running)
+        async def begin(attempt: int) -> list[Running]:
+            options: list[dict[str, Any]] = [{"n": 1}, {"n": 3, **SEEDED}]
+            return await start(mesh, path, f"only one {attempt}", *options, length=40, max_tokens=300)
 
-        await at_stage([victim], decoding)
-        await victim.kill()
-        await mesh.whole()
-        answers = await undisturbed(mesh, path, running)
+        async def decoding(running: list[Running], worker: Role) -> bool:
+            return all(each.tokens > 3 for each in running) and not any(each.answer.done() for each in running)
+
+        async def killed(victim: Role) -> None:
+            await victim.kill()
+            await mesh.whole()
+
+        answers = await struck_at(mesh, path, begin, "decode", decoding, killed)
         assert min(answer.accounting.attempts for answer in answers) >= 2
-        await mesh.settled()

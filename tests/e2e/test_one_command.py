@@ -13,6 +13,7 @@ import pytest
 from common.models.catalog import DEFAULT_MODEL
 from common.process import readable
 from common.registry.local_etcd import free_port
+from services.commands.models import directory
 
 SECONDS = 120.0
 
@@ -141,3 +142,16 @@ def test_the_same_under_tls(mesh: Mesh) -> None:
     assert "speaks TLS: name its authority with --ca" in refused.stderr
     assert "of an authority that we do not trust" in elsewhere.epd("health", *address, "--ca", "system").stderr
     assert "SERVING" in elsewhere.epd("health", *address, "--ca", str(ca)).stdout
+
+
+def test_two_models_by_one_command(mesh: Mesh, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    second.symlink_to(directory() / DEFAULT_MODEL)
+    started = mesh.epd("up", DEFAULT_MODEL, str(second), "--executor", "timed", "--detach", *mesh.ports)
+    assert started.returncode == 0, started.stdout + started.stderr
+    workers = {"prefill-0", "decode-0", "prefill-1", "decode-1"}
+    assert set(mesh.state["processes"]) == {"etcd", "gateway", *workers}
+    for model, number in ((DEFAULT_MODEL, 0), ("second", 1)):
+        answer = mesh.epd("generate", "Hello", "--model", model, "--max-tokens", "3", "--json")
+        last = json.loads(answer.stdout.splitlines()[-1])
+        assert (last["model"], last["accounting"]["decode_worker"]) == (model, f"decode-{number}")

@@ -6,7 +6,7 @@ Keep-alives and every other limit are far beyond the patience of these tests.
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from tests import oracle
-from tests.e2e.running import MAX_TOKENS, SEEDED, Running, at_stage, prompts, undisturbed
+from tests.e2e.running import ATTEMPTS, MAX_TOKENS, SEEDED, Running, prompts, struck_at, undisturbed
 from tests.processes import ProcessMesh, Role, process_mesh
 
 session = pytest.mark.asyncio(loop_scope="session")
@@ -56,33 +56,16 @@ def engine_only(victim: Role, number: int) -> None:
         child.send_signal(number)
 
 
-async def answers_of(running: list[Running]) -> list[Any]:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        return [await each.answer for each in running]
-
-
 @session
 @pytest.mark.parametrize("stop", [whole_worker, engine_only])
 async def test_a_decode_worker_stops_in_mid_stream(
     stop: Callable[[Role, int], None], mesh: ProcessMesh, path: Path
 ) -> None:
-    await mesh.whole()
-    options: list[dict[str, Any]] = [{"n": 1}, {"n": 3, **SEEDED}]
-    asked = prompts(path, 2, 100, f"decode {stop.__name__}", 300)
-    running = [Running(mesh, prompt, each, 300) for prompt, each in zip(asked, options, strict=True)]
-
-    async def decoding(worker: Role) -> bool:
+    async def decoding(running: list[Running], worker: Role) -> bool:
         return bool((await mesh.status(worker)).load.running)
 
-    victim = await at_stage(mesh.of("decode"), decoding)
-    stop(victim, signal.SIGSTOP)
-    try:
-        answers = await answers_of(running)
-    finally:
-        stop(victim, signal.SIGCONT)
-    assert max(answer.accounting.attempts for answer in answers) >= 2
-    await undisturbed(mesh, path, running)
-    await mesh.settled()
+    options: list[dict[str, Any]] = [{"n": 1}, {"n": 3, **SEEDED}]
+    await stopped(mesh, path, stop, "decode", decoding, options, 100, 300)
 
 
 @session
@@ -90,23 +73,33 @@ async def test_a_decode_worker_stops_in_mid_stream(
 async def test_a_prefill_worker_stops_before_the_first_token(
     stop: Callable[[Role, int], None], mesh: ProcessMesh, path: Path
 ) -> None:
-    await mesh.whole()
-    options: list[dict[str, Any]] = [{"n": 3}, {"n": 1, **SEEDED}]
-    asked = prompts(path, 2, 960, f"prefill {stop.__name__}")
-    running = [Running(mesh, prompt, each) for prompt, each in zip(asked, options, strict=True)]
-
-    async def half_done(worker: Role) -> bool:
+    async def half_done(running: list[Running], worker: Role) -> bool:
         return 200 <= (await mesh.status(worker)).load.pending_prefill_tokens <= 800
 
-    victim = await at_stage(mesh.of("prefill"), half_done)
-    stop(victim, signal.SIGSTOP)
-    try:
-        answers = await answers_of(running)
-    finally:
-        stop(victim, signal.SIGCONT)
-    assert max(answer.accounting.attempts for answer in answers) >= 2
-    await undisturbed(mesh, path, running)
-    await mesh.settled()
+    options: list[dict[str, Any]] = [{"n": 3}, {"n": 1, **SEEDED}]
+    await stopped(mesh, path, stop, "prefill", half_done, options, 960, MAX_TOKENS)
+
+
+async def stopped(
+    mesh: ProcessMesh,
+    path: Path,
+    stop: Callable[[Role, int], None],
+    role: str,
+    stage: Callable[[list[Running], Role], Awaitable[bool]],
+    options: list[dict[str, Any]],
+    length: int,
+    max_tokens: int,
+) -> None:
+    async def begin(attempt: int) -> list[Running]:
+        await mesh.whole()
+        asked = prompts(path, len(options), length, f"{role} {stop.__name__} {attempt}", max_tokens)
+        return [Running(mesh, prompt, each, max_tokens) for prompt, each in zip(asked, options, strict=True)]
+
+    async def strike(victim: Role) -> None:
+        stop(victim, signal.SIGSTOP)
+
+    async with asyncio.timeout(ATTEMPTS * PATIENCE_SECONDS):
+        await struck_at(mesh, path, begin, role, stage, strike, lambda victim: stop(victim, signal.SIGCONT))
 
 
 @session

@@ -3,6 +3,8 @@ dies in mid-object."""
 
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -10,14 +12,16 @@ import openai
 import pytest
 import pytest_asyncio
 
-from epd.v1 import generation_pb2, types_pb2
+from epd.v1 import types_pb2
 from tests.e2e.conftest import Meshes
-from tests.mesh import MODEL, PATIENCE_SECONDS, LocalMesh, collect
+from tests.e2e.running import Running, struck_at
+from tests.mesh import MODEL, PATIENCE_SECONDS, LocalMesh
+from tests.processes import Role, process_mesh
 from tests.schemas import random_schema
 
 session = pytest.mark.asyncio(loop_scope="session")
 
-CONFIG = {"max_context": 2048}
+CONFIG = {"max_context": 4096}
 QUESTION: Any = [{"role": "user", "content": "one two three"}]
 LONG = {
     "type": "object",
@@ -43,10 +47,9 @@ async def client(mesh: LocalMesh) -> Any:
         yield made
 
 
-def asked(schema: Any, seed: int, n: int = 1) -> Any:
-    sampling = types_pb2.SamplingParams(temperature=1.0, seed=seed, max_tokens=1500)
-    sampling.grammar.json_schema = json.dumps(schema)
-    return generation_pb2.GenerateRequest(model=MODEL, text="one two three", n=n, sampling=sampling)
+def structured(schema: Any, seed: int) -> dict[str, Any]:
+    grammar = types_pb2.Grammar(json_schema=json.dumps(schema))
+    return {"grammar": grammar, "temperature": 1.0, "seed": seed, "ignore_eos": False}
 
 
 @session
@@ -72,42 +75,38 @@ async def test_json_schemas_by_openai(client: Any, mesh: LocalMesh) -> None:
 
 
 @session
-async def test_a_decode_worker_dies_in_mid_object(meshes: Meshes) -> None:
+async def test_a_decode_worker_is_killed_in_mid_object(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """What came before travels to another worker, which goes on in the same object, on the same seed."""
-    async with meshes.make(config=CONFIG, roles=("prefill", "decode", "decode")) as mesh:
-        whole = await collect(mesh.stub.Generate(asked(LONG, 5, n=2), timeout=PATIENCE_SECONDS))
-        assert whole.accounting.attempts == 1
-        stream = mesh.stub.Generate(asked(LONG, 5, n=2), timeout=PATIENCE_SECONDS)
-        killed = ""
+    path = checkpoint("llama", **CONFIG)
+    schemas = [LONG, *(random_schema(900 + number) for number in range(4)), LONG]
+    async with process_mesh(path, tmp_path, roles=("prefill", "decode", "decode")) as mesh:
 
-        async def disturbed() -> Any:
-            nonlocal killed
-            seen = 0
-            async for message in stream:
-                seen += sum(len(choice.token_ids) for choice in message.choices)
-                if seen >= 40 and not killed:
-                    for worker in mesh.workers[1:]:
-                        if (await mesh.status(worker)).load.running:
-                            killed = worker.settings.worker_id
-                            await worker.stop()
-                            break
-                yield message
+        async def begin(attempt: int) -> list[Running]:
+            await mesh.whole()
+            return [
+                Running(mesh, [20 + attempt, *range(30, 50)], {**structured(schema, number), "n": 2}, 1500)
+                for number, schema in enumerate(schemas)
+            ]
 
-        answer = await collect(disturbed())
-        assert killed
-        assert answer.accounting.attempts >= 2
-        assert answer.accounting.decode_worker != killed
-        for index, choice in answer.choices.items():
-            jsonschema_rs.validate(LONG, json.loads(choice.text))
-            assert choice.tokens == whole.choices[index].tokens
+        async def in_mid_object(running: list[Running], worker: Role) -> bool:
+            started = all(each.tokens > 40 or each.answer.done() for each in running)
+            return started and bool((await mesh.status(worker)).load.running)
+
+        answers = await struck_at(mesh, path, begin, "decode", in_mid_object, Role.kill)
+        for schema, answer in zip(schemas, answers, strict=True):
+            for choice in answer.choices.values():
+                jsonschema_rs.validate(schema, json.loads(choice.text))
 
 
 @session
 async def test_required_tools_are_called(client: Any, mesh: LocalMesh) -> None:
     """By a model that knows no tools: the grammar sees to it. Streamed parts add up to the whole."""
-    options: Any = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "max_tokens": 1500, "temperature": 1.0}
-    names = set()
-    for seed in range(6):
+    options: Any = {"model": MODEL, "tools": TOOLS, "max_tokens": 1500, "temperature": 1.0}
+    names: set[str] = set()
+    for seed in range(30):
+        if seed >= 6 and len(names) == 2:
+            break
+        options["messages"] = [{"role": "user", "content": f"one {seed} two"}]  # the model has its likings by prompt
         whole = await client.chat.completions.create(**options, seed=seed, tool_choice="required")
         choice = whole.choices[0]
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)

@@ -74,6 +74,8 @@ _PATHS = (
         "/v1/responses",
         "/tokenize",
         "/detokenize",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/v1/../health",
         "//",
         "/v1/completions/",
@@ -111,7 +113,11 @@ def valid(rng: Random) -> tuple[str, dict[str, Any]]:
         return "/tokenize", rng.choice(prompts) | {"return_token_strs": True}
     if other < 0.15:
         return "/detokenize", {"tokens": [30, 31, 32]}
-    if other < 0.3:
+    if other < 0.18:
+        return "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "of/x", "load_inplace": True}
+    if other < 0.2:
+        return "/v1/unload_lora_adapter", {"lora_name": "x"}
+    if other < 0.33:
         text = rng.choice(("hi", [{"role": "user", "content": [{"type": "input_text", "text": "see"}]}]))
         return "/v1/responses", {"input": text, "max_output_tokens": 2, "stream": body.get("stream"), "metadata": {}}
     if rng.random() < 0.5:

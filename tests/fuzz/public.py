@@ -107,6 +107,8 @@ class PublicGrpc(Surface):
             asked = [
                 ("Tokenize", generation_pb2.TokenizeRequest(model=MODEL, text="the quick")),
                 ("Detokenize", generation_pb2.DetokenizeRequest(model=MODEL, token_ids=[30, 31])),
+                ("LoadAdapter", generation_pb2.LoadAdapterRequest(name="x", path="of/x", model=MODEL)),
+                ("UnloadAdapter", generation_pb2.UnloadAdapterRequest(name="x")),
             ]
             name, message = rng.choice(asked)
             return f"/epd.v1.GenerationService/{name}", [message]

@@ -93,7 +93,7 @@ def test_brackets_within_brackets() -> None:
     with pytest.raises(BadRecord):
         decode(b'{"x": ' + DEEP)
     with pytest.raises(InvalidArgument, match="nested"):
-        parse(b'{"messages": [], "response_format": {"x": ' + DEEP, ChatBody)
+        parse(b'{"messages": [], "response_format": {"json_schema": {"schema": {"x": ' + DEEP, ChatBody)
 
 
 def test_errors_say_no_more_than_a_transport_takes() -> None:

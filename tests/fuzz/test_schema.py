@@ -32,6 +32,8 @@ OPERATIONS = (
         ("/v1/responses", "POST"),
         ("/tokenize", "POST"),
         ("/detokenize", "POST"),
+        ("/v1/load_lora_adapter", "POST"),
+        ("/v1/unload_lora_adapter", "POST"),
         ("/v1/models", "GET"),
         ("/v1/models/{model}", "GET"),
     ),
@@ -78,7 +80,17 @@ def no_fault_of_ours(context: CheckContext, response: Any, case: Any) -> None:
     if response.status_code == 500:
         raise Fault(response.text)
     if response.status_code >= 400 and "error" in (body := response.json()):
-        check_words(body["error"]["message"])
+        message = body["error"]["message"]
+        for name in given_names(case):  # hypothesis likes words of our own code
+            message = message.replace(name, "")
+        check_words(message)
+
+
+def given_names(case: Any) -> list[str]:
+    """What an error may repeat: the name of a model that is not there."""
+    body = case.body if isinstance(case.body, dict) else {}
+    names = [*(case.path_parameters or {}).values(), body.get("model")]
+    return [name for name in names if isinstance(name, str) and name]
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS, ids=lambda each: each.strip("/"))

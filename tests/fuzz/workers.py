@@ -169,6 +169,8 @@ class WorkerGrpc(Surface):
                 trace = trace_pb2.GetTraceRequest(trace_id=rng.randbytes(16).hex())
                 return [
                     Step(worker, "WorkerService/GetStatus", [worker_pb2.GetStatusRequest()]),
+                    Step(worker, "WorkerService/ServeAdapter", [worker_pb2.ServeAdapterRequest(path="x", name="x")]),
+                    Step(worker, "WorkerService/DropAdapter", [worker_pb2.DropAdapterRequest(name="x")]),
                     Step(worker, "TraceService/GetTrace", [trace]),
                 ]
             case _:

@@ -39,6 +39,7 @@ class Identity:
     ) -> None:
         """Raises InvalidArgument when the source lacks what it needs."""
         self.required = settings.source != "off"
+        self._admins = frozenset(settings.admins)
         self._limits = dict(limits or {})
         self._other_limits = other_limits
         self._directory = Directory()
@@ -82,6 +83,12 @@ class Identity:
         if named and named != tenant:
             raise PermissionDenied("the key is another tenant's than the one named", field=TENANT_KEY)
         return tenant
+
+    def check_admin(self, headers: Mapping[str, str]) -> None:
+        """Raises as tenant_of does, and PermissionDenied for tenants that may not change what is served."""
+        tenant = self.tenant_of(headers)
+        if self.required and tenant not in self._admins:
+            raise PermissionDenied("this is for the tenants in the gateway's setting identity.admins")
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._directory.limits.get(tenant) or self._limits.get(tenant) or self._other_limits

@@ -17,6 +17,7 @@ from services.gateway.generation import Generator
 from services.gateway.identity.identity import Identity
 from services.gateway.kserve import answer
 from services.gateway.kserve.request import OUTPUTS, STREAMING, VERSION, Asked, check_version, input_tensors, read
+from services.gateway.names import Served
 from services.gateway.service import list_models
 
 INFERENCE_SERVICE = "inference.GRPCInferenceService"
@@ -45,7 +46,7 @@ class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelReadyResponse:
         self._identity.tenant_of(_metadata(context))
-        name = self._known(request.name, request.version)
+        name = self._known(request.name, request.version).name
         return pb.ModelReadyResponse(ready=not self._draining and self._model(name) is not None)
 
     async def ServerMetadata(
@@ -58,9 +59,9 @@ class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: pb.ModelMetadataRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelMetadataResponse:
         self._identity.tenant_of(_metadata(context))
-        name = self._known(request.name, request.version)
-        made = pb.ModelMetadataResponse(name=name, versions=[VERSION], platform="epd-mesh")
-        takes = input_tensors(images=name in self._generator.preprocessor.specs)
+        served = self._known(request.name, request.version)
+        made = pb.ModelMetadataResponse(name=served.name, versions=[VERSION], platform="epd-mesh")
+        takes = input_tensors(images=served.model in self._generator.preprocessor.specs)
         for tensors, added in ((takes, made.inputs), (OUTPUTS, made.outputs)):
             for tensor, (datatype, size) in tensors.items():
                 added.add(name=tensor, datatype=datatype, shape=[size])
@@ -142,12 +143,12 @@ class InferenceService(inference_pb2_grpc.GRPCInferenceServiceServicer):
     def _draining(self) -> bool:
         return self._generator.admission.draining
 
-    def _known(self, name: str, version: str) -> str:
+    def _known(self, name: str, version: str) -> Served:
         """Raises ModelNotFound."""
         if not name:
             raise ModelNotFound("a model's name is needed", field="name")
         check_version(version)
-        return self._generator.preprocessor.model(name)
+        return self._generator.preprocessor.names.find(name)
 
     def _model(self, name: str) -> generation_pb2.Model | None:
         return next((model for model in list_models(self._generator, self._fleet) if model.id == name), None)

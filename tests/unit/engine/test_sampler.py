@@ -65,6 +65,21 @@ def test_repetition_penalty_over_prompt_and_output_by_sign():
     assert pick([-9, -2, -9, -3], prompt=[1], repetition_penalty=2.0) == 3
 
 
+@pytest.mark.parametrize("penalty", [1e-6, 1e-38, 1e-44, 1e-60, 5e-324])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}])
+def test_the_smallest_repetition_penalty_overflows_nothing(penalty, filters):
+    """It made all scores infinite, and left no token to a filter."""
+    logits = [3.0, 2.0, 0.0, -30.0, 1.0]
+    assert pick(logits, prompt=[0, 1, 3], repetition_penalty=penalty) in (0, 1)
+    assert drawn(logits, prompt=[1, 3], repetition_penalty=penalty, count=20, **filters) <= {0, 1, 2, 4}
+
+
+def test_no_token_is_possible():
+    for temperature in (0.0, 1.0):
+        stuck = choice(min_tokens=1, stop_token_ids=(0, 1, 2, 3), temperature=temperature)
+        assert choose(np.zeros(4, np.float32), stuck, (EOS,)) is None
+
+
 def test_presence_and_frequency_over_output_only():
     assert pick([0, 3, 0, 2], prompt=[1], presence_penalty=2, frequency_penalty=2) == 1
     assert pick([0, 3, 0, 2], output=[1], presence_penalty=1.1) == 3

@@ -84,9 +84,10 @@ async def test_without_a_good_key_nothing_is_answered(closed: Mesh, keys: Keys, 
     assert (code, trailing["epd-reason"]) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     traces = trace_pb2_grpc.TraceServiceStub(closed.channel)
     kserve = inference_pb2_grpc.GRPCInferenceServiceStub(closed.channel)
+    stream = kserve.ModelStreamInfer(iter([infer(max_tokens=1)]), metadata=metadata)
     for call in (
         kserve.ModelInfer(infer(max_tokens=1), metadata=metadata),
-        kserve.ModelStreamInfer(iter([infer(max_tokens=1)]), metadata=metadata).read(),
+        stream.read(),
         kserve.ModelReady(inference_pb2.ModelReadyRequest(name=MODEL), metadata=metadata),
         kserve.ModelMetadata(inference_pb2.ModelMetadataRequest(name=MODEL), metadata=metadata),
         kserve.ServerMetadata(inference_pb2.ServerMetadataRequest(), metadata=metadata),

@@ -22,6 +22,7 @@ TORCH_FILES = {
     "common/encoder/vision_executor.py",
     "common/engine/loop.py",
     "common/engine/image_inputs.py",
+    "common/engine/lora.py",
     "common/engine/modules_executor.py",
     "common/engine/paged_attention.py",
     "common/engine/prompt_scores.py",

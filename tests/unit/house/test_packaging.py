@@ -118,7 +118,7 @@ def test_nothing_runs_as_root_writes_its_image_or_takes_all_memory(compose: dict
         assert service["pids_limit"] > 0, name
         if service["image"] != "epd-mesh:local":  # whose Dockerfile says USER
             assert service["user"].partition(":")[0] not in ("", "0", "root"), name
-    assert re.search(r"^USER epd$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    assert re.search(r"^USER 10001:10001$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
 
 
 def test_images_are_pinned(compose: dict) -> None:

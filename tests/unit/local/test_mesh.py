@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import AddressTaken, InvalidArgument
-from services.commands.mesh import MeshOptions, check_ports, process_specs, threads_per_worker
+from services.commands.mesh import MeshOptions, Pool, check_ports, process_specs, threads_per_worker
 from services.commands.run_dir import MeshState, RunDir
 
 
@@ -20,8 +20,9 @@ def test_threads_fit_the_cores(workers: int, cores: int, threads: int) -> None:
 
 
 def test_every_process_of_the_default_mesh(tmp_path: Path) -> None:
-    aliases = {"t": Path("/models/t")}
-    specs = process_specs(MeshOptions(model="m"), Path("/models/m"), tmp_path, tmp_path / "s", "127.0.0.1:4", aliases)
+    options = MeshOptions(model="m")
+    m = Pool(served="m", directory=Path("/models/m"), workers=options.workers_of(0), aliases={"t": Path("/models/t")})
+    specs = process_specs(options, [m], tmp_path, tmp_path / "s", "127.0.0.1:4")
     assert [spec.name for spec in specs] == ["etcd", "gateway", "encode-0", "prefill-0", "decode-0"]
     assert specs[1].arguments[1:3] == ("t=/models/t", "m=/models/m")
     for spec in specs[2:]:
@@ -43,12 +44,35 @@ def test_counts_and_options_reach_the_workers(tmp_path: Path) -> None:
         threads=3,
         served_name="x",
     )
-    specs = process_specs(options, Path("/models/m"), tmp_path, tmp_path / "s", "h:1")
+    x = Pool(served="x", directory=Path("/models/m"), workers=options.workers_of(0))
+    specs = process_specs(options, [x], tmp_path, tmp_path / "s", "h:1")
     assert [spec.name for spec in specs] == ["gateway", "prefill-0", "prefill-1", "both-0"]
     line = " ".join(specs[3].arguments)
     for part in ("--roles prefill,decode", "--dtype float32", "--num-blocks 64", "--etcd h:1", "--threads 3"):
         assert part in line
     assert specs[0].arguments[1] == "x=/models/m"
+
+
+def test_several_models_have_workers_of_their_own(tmp_path: Path) -> None:
+    options = MeshOptions(model="a", more=("b", "c"), prefill=2)
+    options.validate()
+    made = [
+        Pool(served=name, directory=Path("/models") / name, workers=options.workers_of(i, images=name == "b"))
+        for i, name in enumerate(options.models)
+    ]
+    gateway, *workers = process_specs(options, made, tmp_path, tmp_path / "s", "h:1")[1:]
+    assert gateway.arguments[1:4] == ("a=/models/a", "b=/models/b", "c=/models/c")
+    served = {spec.name: spec.arguments[spec.arguments.index("--served-name") + 1] for spec in workers}
+    assert served == {
+        **{"prefill-0": "a", "prefill-1": "a", "decode-0": "a"},
+        **{"encode-1": "b", "prefill-2": "b", "prefill-3": "b", "decode-1": "b"},
+        **{"prefill-4": "c", "prefill-5": "c", "decode-2": "c"},
+    }
+
+
+def test_one_name_for_several_models_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="--served-name"):
+        MeshOptions(model="a", more=("b",), served_name="x").validate()
 
 
 @pytest.mark.parametrize("counts", [(0, 1, 0), (1, 0, 0), (0, 0, 0), (1, 1, -1)])

@@ -56,6 +56,20 @@ def test_costs_by_hand() -> None:
     assert (plan.prefill.worker_id, plan.decode.worker_id, plan.reason) == ("p1", "d1", "pair")
 
 
+def test_an_adapters_requests_go_to_those_that_hold_it() -> None:
+    workers = [
+        view("p0"),
+        view("p1", adapters={"a"}, pending_prefill_tokens=4000),
+        view("d0", "d", adapters={"b"}),
+        view("d1", "d", adapters={"a", "b"}, active_blocks=500),
+    ]
+    plan = route(workers, ask(adapter="a"), POLICY)
+    assert (plan.prefill.worker_id, plan.decode.worker_id) == ("p1", "d1")
+    plan = route(workers, ask(), POLICY)
+    assert (plan.prefill.worker_id, plan.decode.worker_id) == ("p0", "d0")
+    assert route(workers, ask(adapter="b"), POLICY) is None  # it has no prefill worker
+
+
 def test_the_whole_prompt_is_never_cached() -> None:
     everything = view("p0", cached=cached(64))
     assert cached_tokens(everything, ask(1024)) == 1008  # 64 blocks exactly: the last is computed anew

@@ -19,7 +19,8 @@ from tests.unit.registry.helpers import TTL, record, registry
 
 OWN, OTHER = "/epd/workers/prefill-0", "/epd/workers/decode-0"
 GATEWAY_ENTRY, KEY_ENTRY, TENANT_ENTRY = "/epd/gateways/gateway", "/epd/keys/k1", "/epd/tenants/t1"
-EVERYTHING = {OWN, OTHER, GATEWAY_ENTRY, KEY_ENTRY, TENANT_ENTRY, "/elsewhere"}
+ADAPTER_ENTRY = "/epd/adapters/a1"
+EVERYTHING = {OWN, OTHER, GATEWAY_ENTRY, KEY_ENTRY, TENANT_ENTRY, ADAPTER_ENTRY, "/elsewhere"}
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ async def writable(settings: EtcdSettings) -> set[str]:
 async def readable(settings: EtcdSettings) -> set[str]:
     """Kinds of entries that this user can list."""
     connection, found = EtcdConnection(settings), set()
-    for kind in ("workers", "gateways", "keys", "tenants"):
+    for kind in ("workers", "gateways", "keys", "tenants", "adapters"):
         try:
             await connection.entries(settings.folder(kind))
             found.add(kind)
@@ -82,11 +83,11 @@ async def readable(settings: EtcdSettings) -> set[str]:
 async def test_each_certificate_writes_what_is_its_own(secured: EtcdForTests, authority: Authority) -> None:
     worker, gateway, people = (settings_of(secured, authority, name) for name in ("prefill-0", "gateway", "operator"))
     assert await writable(worker) == {OWN}
-    assert await readable(worker) == {"workers"}
-    assert await writable(gateway) == {GATEWAY_ENTRY}
-    assert await readable(gateway) == {"workers", "gateways", "keys", "tenants"}
+    assert await readable(worker) == {"workers", "adapters"}
+    assert await writable(gateway) == {GATEWAY_ENTRY, ADAPTER_ENTRY}
+    assert await readable(gateway) == {"workers", "gateways", "keys", "tenants", "adapters"}
     assert await writable(people) == {KEY_ENTRY, TENANT_ENTRY}
-    assert await readable(people) == {"workers", "gateways", "keys", "tenants"}
+    assert await readable(people) == {"workers", "gateways", "keys", "tenants", "adapters"}
 
 
 async def test_a_worker_registers_and_cannot_take_anothers_place(secured: EtcdForTests, authority: Authority) -> None:
@@ -110,7 +111,7 @@ async def test_etcds_own_certificate_administers_it(secured: EtcdForTests, autho
     authority.issue(PeerName(WORKER, "prefill-1"))
     await _secure(secured, authority)
     assert await writable(settings_of(secured, authority, "prefill-1")) == set()  # of the keys that are asked for
-    assert await readable(settings_of(secured, authority, "prefill-1")) == {"workers"}
+    assert await readable(settings_of(secured, authority, "prefill-1")) == {"workers", "adapters"}
     connection = EtcdConnection(settings_of(secured, authority, "gateway"))
     with pytest.raises(RegistryRefused):
         await turn_on(connection)
@@ -153,12 +154,12 @@ async def test_passwords_for_an_etcd_without_certificates(etcd: EtcdForTests) ->
     await connection.close()
     worker = etcd.settings(user="worker", password="new")
     assert await writable(worker) == {OWN, OTHER}
-    assert await readable(worker) == {"workers"}
-    assert await writable(etcd.settings(user="gateway", password="g")) == {GATEWAY_ENTRY}
+    assert await readable(worker) == {"workers", "adapters"}
+    assert await writable(etcd.settings(user="gateway", password="g")) == {GATEWAY_ENTRY, ADAPTER_ENTRY}
     assert await writable(etcd.settings(user="client", password="c")) == {KEY_ENTRY, TENANT_ENTRY}
     with pytest.raises(RegistryRefused):
         await EtcdRegistry(etcd.settings(user="worker", password="w")).start()
     root = EtcdConnection(etcd.settings(user="root", password="r"))
     await make_users(root, etcd.settings(), passwords={"worker": "newer"})  # by root, once rights are on
     await root.close()
-    assert await readable(etcd.settings(user="worker", password="newer")) == {"workers"}
+    assert await readable(etcd.settings(user="worker", password="newer")) == {"workers", "adapters"}

@@ -33,6 +33,8 @@ SERVICES = {
     "epd.v1.TransferService/Read": {WORKER},
     "epd.v1.WorkerService/Watch": {GATEWAY},
     "epd.v1.WorkerService/GetStatus": {GATEWAY, CLIENT},
+    "epd.v1.WorkerService/ServeAdapter": {GATEWAY},
+    "epd.v1.WorkerService/DropAdapter": {GATEWAY},
     "epd.v1.TraceService/GetTrace": {GATEWAY, CLIENT},
     "grpc.health.v1.Health/Check": {GATEWAY, WORKER, CLIENT},
     "epd.v1.UnheardOf/Do": set(),

@@ -34,6 +34,30 @@ def test_json_lines_carry_service_and_trace(stream: io.StringIO) -> None:
     assert (inside["trace_id"], inside["span_id"]) == ids
 
 
+@pytest.mark.parametrize(("wanted", "begin"), [("json", "{"), ("PRETTY", "1"), ("pretty", "1"), ("", "{")])
+def test_the_environment_names_form_and_level(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, wanted: str, begin: str
+) -> None:
+    monkeypatch.setenv("EPD_LOG_FORMAT", wanted)
+    monkeypatch.setenv("EPD_LOG_LEVEL", "warning")
+    monkeypatch.setattr("time.strftime", lambda *_: "12:00:00")
+    setup_logging("decode", stream=stream)
+    log = logging.getLogger("mine")
+    log.info("left out")
+    log.warning("told")
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith(begin)
+
+
+@pytest.mark.parametrize("name", ["EPD_LOG_FORMAT", "EPD_LOG_LEVEL"])
+def test_variables_that_say_something_else_are_refused(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "loud")
+    with pytest.raises(errors.InvalidArgument, match=name):
+        setup_logging("decode", stream=stream)
+
+
 def test_pretty_lines(stream: io.StringIO) -> None:
     setup_logging("decode", stream=stream, as_json=False)
     logging.getLogger("mine").warning("attention")
