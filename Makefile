@@ -4,6 +4,7 @@
 # make chaos   the mesh under faults, every answer known             make chaos MINUTES=20 ARGS="--seed 1"
 # make fuzz    wrong input for every way in, new each time           make fuzz MINUTES=10 ARGS="--surface HTTP --seed 1"
 # make compose-test   the mesh in containers, all of it checked      make compose-test ARGS=--own-daemon
+# make clients-test   programs of others against it: aiperf, lm-evaluation-harness, Triton's client
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -22,12 +23,16 @@ export EPD_RUN_DIR ?= $(CURDIR)/.run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export BUF_CACHE_DIR ?= $(CURDIR)/$(VENV)/buf
 
+# The Node example's packages, for its test.
+NODE_PACKAGES := examples/node/node_modules/.package-lock.json
+export npm_config_cache ?= $(CURDIR)/$(VENV)/npm
+
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/*/*.proto)
 
-.PHONY: help up down test lint protos bench chaos fuzz compose-test train-vlm docs clean
+.PHONY: help up down test lint protos bench chaos fuzz compose-test clients-test train-vlm docs clean
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 up: $(VENV)/.local-stamp
 	@$(BIN)/epd up $(ARGS)
@@ -35,7 +40,7 @@ up: $(VENV)/.local-stamp
 down: $(VENV)/.local-stamp
 	@$(BIN)/epd down
 
-test: $(VENV)/.dev-stamp lint
+test: $(VENV)/.dev-stamp $(NODE_PACKAGES) lint
 	@$(BIN)/epd models get >/dev/null
 	@$(BIN)/epd models get picture-vlm >/dev/null
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(ARGS)
@@ -54,6 +59,11 @@ chaos: $(VENV)/.dev-stamp
 
 fuzz: $(VENV)/.dev-stamp
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
+# Other people's programs, whose packages do not go with ours: aiperf, lm-evaluation-harness, Triton's client.
+clients-test: $(VENV)/.dev-stamp $(VENV)/clients/.stamp
+	@$(BIN)/epd models get picture-vlm >/dev/null
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive EPD_CLIENTS=$(CURDIR)/$(VENV)/clients/bin $(BIN)/python -m pytest tests/clients/foreign_clients.py $(ARGS)
 
 compose-test: $(VENV)/.dev-stamp
 	$(BIN)/python -m tests.compose $(ARGS)
@@ -80,6 +90,17 @@ $(VENV)/.torch-stamp:
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25'
 	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+$(VENV)/clients/.stamp: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install -qq --upgrade 'pip>=25'
+	$(VENV)/clients/bin/python -m pip install -q -r tests/clients/requirements.txt
+	@touch $@
+
+$(NODE_PACKAGES): examples/node/package-lock.json
+	@command -v npm >/dev/null || { echo 'The tests run a Node example: install Node 18 or newer with npm (apt-get install nodejs npm)'; exit 1; }
+	npm ci --prefix examples/node --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
 # The stamp of a full development environment serves for running too.

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from common.process import end_with_parent
+from services.commands.bench_app import bench
 from services.commands.certs_app import certs_app
 from services.commands.keys_app import keys_app
 from services.commands.models_app import models_app
@@ -27,6 +28,7 @@ app.add_typer(certs_app, name="certs")
 app.add_typer(keys_app, name="keys")
 
 LOCAL, ROLES, USE = "On one machine", "One role", "Use a running mesh"
+app.command(rich_help_panel=USE)(bench)
 
 Address = Annotated[str, typer.Option(help="host:port of the gateway's gRPC [default: the running mesh's]")]
 Etcd = Annotated[str, typer.Option(help="host:port of an etcd, several separated by commas", envvar="EPD_ETCD")]
