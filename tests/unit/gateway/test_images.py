@@ -3,6 +3,7 @@ D10, D14."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -304,9 +305,10 @@ def test_without_a_name_the_first_that_fits_is_asked(name: str, images: bool, fo
     tokenizers: Any = {"text": None, "vision": None, "other": None}
     specs: Any = {"vision": None, "other": None}
     nothing: Any = None
+    fleet: Any = SimpleNamespace(adapters=dict)
     preprocessor = Preprocessor(
         tokenizers,
-        nothing,
+        fleet,
         threads=1,
         salt_secret="",
         wait_seconds=1.0,
