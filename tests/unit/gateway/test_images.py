@@ -3,7 +3,6 @@ D10, D14."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -12,9 +11,9 @@ from PIL import Image
 
 from common.cache.keys import block_keys, root_key
 from common.errors import EpdError, InvalidArgument, ModelNotFound
-from common.media.limits import MediaLimits
 from epd.v1 import generation_pb2
-from services.gateway.preprocess import Prepared, Preprocessor
+from services.gateway.names import Names
+from services.gateway.preprocess import Prepared
 from tests.fakes import LAYOUT, MODEL
 from tests.tokenizer_files import CHAT_TEMPLATE
 from tests.unit.gateway.conftest import Mesh, generate, refusal
@@ -302,23 +301,10 @@ async def test_models_say_whether_they_take_images(mesh: Mesh) -> None:
     [("", False, "text"), ("", True, "vision"), ("vision", False, "vision"), ("text", True, "text")],
 )
 def test_without_a_name_the_first_that_fits_is_asked(name: str, images: bool, found: str) -> None:
-    tokenizers: Any = {"text": None, "vision": None, "other": None}
-    specs: Any = {"vision": None, "other": None}
-    nothing: Any = None
-    fleet: Any = SimpleNamespace(adapters=dict)
-    preprocessor = Preprocessor(
-        tokenizers,
-        fleet,
-        threads=1,
-        salt_secret="",
-        wait_seconds=1.0,
-        specs=specs,
-        limits=MediaLimits(),
-        remote=nothing,
-    )
-    assert preprocessor.model(name, images=images) == found
+    names = Names(["text", "vision", "other"], {"vision", "other"}, {})
+    assert names.find(name, images=images).model == found
     with pytest.raises(ModelNotFound, match="served: other, text, vision"):
-        preprocessor.model("unknown")
+        names.find("unknown", images=images)
 
 
 async def test_case_d9_more_images_than_a_worker_has_room_for(vlm_dir: Path) -> None:
