@@ -296,12 +296,13 @@ def trace(
     identifier: Annotated[str, typer.Argument(metavar="ID", help="a trace id, or an answer's or a request's id")],
     address: Address = "",
     ca: Ca = "",
+    svg: Annotated[Path | None, typer.Option(help="also draw it into this file")] = None,
 ) -> None:
     """Where one request's time went, as a waterfall."""
     from services.commands import inspect
     from services.commands.trust import Trust
 
-    asyncio.run(inspect.trace(address, identifier, Trust(ca)))
+    asyncio.run(inspect.trace(address, identifier, Trust(ca), svg))
 
 
 @app.command(rich_help_panel=USE)

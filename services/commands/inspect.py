@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,7 +15,7 @@ from common.rpc.errors import from_rpc
 from common.rpc.tls import TlsOptions, handshake_refusal
 from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.commands.client import NO_TRUST, dial, gateway_address
-from services.commands.render import make_console, status_table, waterfall
+from services.commands.render import SVG_WIDTH, make_console, status_table, waterfall, write_svg
 from services.commands.trust import Trust
 from services.commands.workers import registered_workers
 
@@ -76,8 +77,8 @@ async def _worker_status(record: WorkerRecord, tls: TlsOptions | None) -> worker
             return f"{known.reason} at {record.address}{f': {refusal[1]}' if refusal else ''}"
 
 
-async def trace(address: str, identifier: str, trust: Trust = NO_TRUST) -> None:
-    """A waterfall of the spans that the mesh's processes still remember."""
+async def trace(address: str, identifier: str, trust: Trust = NO_TRUST, picture: Path | None = None) -> None:
+    """A waterfall of the spans that the mesh's processes still remember. picture: an SVG file to draw it into."""
     by_trace = re.fullmatch(r"[0-9a-f]{32}", identifier.lower()) is not None
     request = (
         trace_pb2.GetTraceRequest(trace_id=identifier.lower())
@@ -93,6 +94,8 @@ async def trace(address: str, identifier: str, trust: Trust = NO_TRUST) -> None:
         )
     console = make_console()
     console.print(waterfall(answer.spans, console.width))
+    if picture is not None:
+        write_svg(waterfall(answer.spans, SVG_WIDTH), picture)
 
 
 async def health(address: str, service: str, trust: Trust = NO_TRUST) -> None:

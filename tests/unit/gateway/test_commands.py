@@ -1,9 +1,12 @@
 """Commands against a gateway: health, status, trace."""
 
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
 
 from common import telemetry
-from common.errors import Unavailable
+from common.errors import InvalidArgument, Unavailable
 from common.rpc.server import make_server
 from services.commands import ask, inspect
 from tests.fakes import MODEL
@@ -56,7 +59,7 @@ async def test_status_without_etcd_tells_what_the_gateway_knows(mesh: Mesh, caps
 
 
 async def test_timing_ends_with_the_command_that_shows_the_trace(
-    mesh: Mesh, capsys: pytest.CaptureFixture[str]
+    mesh: Mesh, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     await mesh.pair()
     address = mesh.gateway.grpc_address
@@ -64,5 +67,12 @@ async def test_timing_ends_with_the_command_that_shows_the_trace(
     command = capsys.readouterr().err.strip().splitlines()[-1].split()
     assert command[:2] == ["epd", "trace"]
     assert command[3:] == ["--address", address]
-    await inspect.trace(address, command[2])
+    picture = tmp_path / "trace.svg"
+    await inspect.trace(address, command[2], picture=picture)
     assert "gateway.generate" in capsys.readouterr().out
+    drawn = picture.read_text()
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert "gateway.generate" in drawn
+    assert "url(" not in drawn.replace("url(#", "")  # nothing is fetched by whoever looks at it
+    with pytest.raises(InvalidArgument, match="cannot be written"):
+        await inspect.trace(address, command[2], picture=tmp_path / "absent" / "trace.svg")
