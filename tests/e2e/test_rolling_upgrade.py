@@ -17,11 +17,11 @@ MAX_TOKENS = 24
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_rolling_upgrade(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """No request fails or is computed twice; afterwards only the new ones answer."""
+    """No request fails, one that meets a worker which begins to leave goes to the next; then only new ones answer."""
     path = checkpoint("llama")
     async with process_mesh(path, tmp_path, roles=("prefill", "decode")) as mesh:
         old = dict(mesh.workers)
-        asked = prompts(path, 6, 60, "rolling", MAX_TOKENS)
+        asked = prompts(path, 2, 60, "rolling", MAX_TOKENS)
         answers: list[tuple[list[int], Answer]] = []
         over = asyncio.Event()
 
@@ -48,7 +48,7 @@ async def test_rolling_upgrade(checkpoint: Callable[..., Path], tmp_path: Path) 
                 over.set()
         for prompt, answer in answers:
             assert answer.tokens == oracle.generate(path, prompt, MAX_TOKENS)
-            assert answer.accounting.attempts == 1
+            assert answer.accounting.attempts <= 2
         last = await mesh.generate(asked[0], max_tokens=MAX_TOKENS, ignore_eos=True)
         assert (last.accounting.prefill_worker, last.accounting.decode_worker) == ("prefill-0-new", "decode-0-new")
         seen: set[str] = {answer.accounting.prefill_worker for _, answer in answers}
