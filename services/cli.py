@@ -317,10 +317,10 @@ def health(
 
     A gateway serves when a request would reach workers. With --service only the server's own health counts.
     """
-    from services.commands import inspect
+    from services.commands.health import health as run
     from services.commands.trust import Trust
 
-    asyncio.run(inspect.health(address, service, Trust(ca, certs, name)))
+    asyncio.run(run(address, service, Trust(ca, certs, name)))
 
 
 def _split(text: str | None) -> tuple[str, ...] | None:

@@ -1,11 +1,10 @@
-"""`epd status`, `epd trace` and `epd health`: looking into a running mesh."""
+"""`epd status` and `epd trace`: looking into a running mesh."""
 
 import asyncio
 import re
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.markup import escape
 
 from common.errors import Unavailable, UnknownId
@@ -96,35 +95,3 @@ async def trace(address: str, identifier: str, trust: Trust = NO_TRUST, picture:
     console.print(waterfall(answer.spans, console.width))
     if picture is not None:
         write_svg(waterfall(answer.spans, SVG_WIDTH), picture)
-
-
-async def health(address: str, service: str, trust: Trust = NO_TRUST) -> None:
-    """Raises Unavailable unless the server says SERVING and, asked as a whole, a gateway has workers for a model."""
-    target = gateway_address(address)
-    async with dial(target, trust) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_SECONDS
-        )
-        models = None if service else await _models(channel)
-    name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise Unavailable(f"{target} says {name}")
-    if models == []:
-        raise Unavailable(
-            f"the gateway at {target} runs, but no worker can take requests now: workers are starting, or gone, or "
-            "their roles do not fit together; look at `epd status`"
-        )
-    print(f"{target} {name}{': ' if models else ''}{', '.join(models or ())}")
-
-
-async def _models(channel: grpc.aio.Channel) -> list[str] | None:
-    """Models that a request would reach now; None of a server that is no gateway."""
-    try:
-        answer = await generation_pb2_grpc.GenerationServiceStub(channel).ListModels(
-            generation_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS
-        )
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return None
-        raise
-    return [model.id for model in answer.models]

@@ -9,6 +9,7 @@ from common import telemetry
 from common.errors import InvalidArgument, Unavailable
 from common.rpc.server import make_server
 from services.commands import ask, inspect
+from services.commands.health import health
 from tests.fakes import MODEL
 from tests.unit.gateway.conftest import Mesh
 
@@ -20,18 +21,18 @@ async def test_health_of_a_gateway_is_that_a_request_reaches_workers(
 ) -> None:
     address = mesh.gateway.grpc_address
     with pytest.raises(Unavailable, match="no worker can take requests"):
-        await inspect.health(address, "")
-    await inspect.health(address, "epd.v1.GenerationService")  # the process itself is well
+        await health(address, "")
+    await health(address, "epd.v1.GenerationService")  # the process itself is well
     await mesh.add("p0", ["prefill"])
     with pytest.raises(Unavailable, match="no worker can take requests"):
-        await inspect.health(address, "")
+        await health(address, "")
     await mesh.add("d0", ["decode"])
     capsys.readouterr()
-    await inspect.health(address, "")
+    await health(address, "")
     assert capsys.readouterr().out == f"{address} SERVING: {MODEL}\n"
     await mesh.gateway.drain()
     with pytest.raises(Unavailable, match="NOT_SERVING"):
-        await inspect.health(address, "")
+        await health(address, "")
 
 
 async def test_health_of_a_server_that_is_no_gateway(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,9 +40,9 @@ async def test_health_of_a_server_that_is_no_gateway(capsys: pytest.CaptureFixtu
     await server.start("127.0.0.1:0")
     try:
         with pytest.raises(Unavailable, match="NOT_SERVING"):
-            await inspect.health(server.address, "")
+            await health(server.address, "")
         await server.set_serving(True)
-        await inspect.health(server.address, "")
+        await health(server.address, "")
         assert capsys.readouterr().out == f"{server.address} SERVING\n"
     finally:
         await server.stop()
