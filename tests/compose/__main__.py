@@ -76,7 +76,10 @@ async def test(work: Path, *, with_tls: bool, keep: bool) -> Report:
             if report.failed:
                 (work / "containers.log").write_text(project.compose("logs", "--no-color"))
                 print(f"what containers said: {work / 'containers.log'}", file=sys.stderr)
-            project.down(volumes=not keep)
+            try:
+                project.down(volumes=not keep)
+            except CommandFailed as failure:  # must not hide why we are here
+                print(failure, file=sys.stderr)
     return report
 
 
