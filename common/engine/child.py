@@ -115,7 +115,8 @@ class ComputeProcess(asyncio.Protocol):
         if self._process is not None:
             # It has closed its socket, so it is ending; what hangs in that is killed.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_SECONDS)
+                async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                    await self._process.wait()
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()

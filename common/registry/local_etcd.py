@@ -130,7 +130,8 @@ class LocalEtcd:
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
             try:
-                await asyncio.wait_for(self.process.wait(), timeout_seconds)
+                async with asyncio.timeout(timeout_seconds):
+                    await self.process.wait()
             except TimeoutError:
                 await self.kill()
 

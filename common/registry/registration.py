@@ -117,7 +117,8 @@ class Registration(Generic[M]):
     async def _keep(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._ttl / 3)
+                async with asyncio.timeout(self._ttl / 3):
+                    await self._wake.wait()
             self._wake.clear()
             try:
                 await self._renew(first=False)

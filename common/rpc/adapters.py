@@ -141,4 +141,5 @@ class WorkerAdapters:
             if not self._wake.is_set():
                 self._settled.set()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _RETRY_SECONDS if failed else None)
+                async with asyncio.timeout(_RETRY_SECONDS if failed else None):
+                    await self._wake.wait()

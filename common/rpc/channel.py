@@ -7,6 +7,7 @@ alive by reference cycles until the garbage collector comes by.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -178,8 +179,18 @@ def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 async def _readable(message: Awaitable[Any], call: Any) -> Any:
     """gRPC hands out None for an answer that it could not parse. No method of `_Stream`: the traceback of an error that
-    it lets through would keep the stream, and with it the call, alive."""
-    found = await message
+    it lets through would keep the stream, and with it the call, alive.
+
+    A task that is cancelled while its call fails gets gRPC's error and no CancelledError: a loop that then tries again
+    would never end."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        found = await message
+    except grpc.aio.AioRpcError:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError from None
+        raise
     if found is not None:
         return found
     call.cancel()

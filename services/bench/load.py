@@ -79,7 +79,8 @@ async def _stopped(stop: asyncio.Event, seconds: float) -> bool:
     """Waits so long, or less with `stop`; whether that is set."""
     if seconds > 0 and not stop.is_set():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await stop.wait()
     return stop.is_set()
 
 

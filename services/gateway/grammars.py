@@ -25,7 +25,8 @@ class GrammarChecks:
                 grammar = Grammar("lark", await asyncio.to_thread(lark_of, grammar.source))
             compiled = asyncio.wrap_future(self._cache(model).compile(grammar))
             # Shielded: others may wait for the same one.
-            await asyncio.wait_for(asyncio.shield(compiled), COMPILE_SECONDS)
+            async with asyncio.timeout(COMPILE_SECONDS):
+                await asyncio.shield(compiled)
         except TimeoutError:
             raise InvalidArgument(too_slow().message, field=field) from None
         except InvalidArgument as error:

@@ -323,3 +323,41 @@ async def test_call_outside_a_trace_makes_no_span() -> None:
         assert await channel.unary_unary("/test.Chain/Call")(b"") == b"None"
     await server.stop()
     assert len(store) == 0
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream", "stream_stream"])
+async def test_a_cancellation_is_not_lost_in_a_call_that_fails_just_then(kind: str) -> None:
+    """gRPC would raise its own error, and a task that tries again upon errors would never end."""
+    async with connect("127.0.0.1:9") as channel:
+
+        async def requests() -> AsyncIterator[bytes]:
+            yield b""
+            await asyncio.Event().wait()
+
+        call = getattr(channel, kind)("/test.Chain/Call")(requests() if kind == "stream_stream" else b"")
+
+        async def answer() -> bytes:
+            return await (call if kind == "unary_unary" else call.read())
+
+        task = asyncio.create_task(answer())
+        call.add_done_callback(lambda _: task.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_call_after_a_cancellation_fails_with_its_own_error() -> None:
+    task = asyncio.create_task(_after_a_cancel())
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await task is grpc.StatusCode.UNAVAILABLE
+
+
+async def _after_a_cancel() -> grpc.StatusCode:
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        async with connect("127.0.0.1:9") as channel:
+            call = channel.unary_stream("/test.Chain/Call")(b"")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+    return caught.value.code()
