@@ -71,16 +71,20 @@ def over(running: list[Running]) -> Callable[[], bool]:
 async def undisturbed(mesh: ProcessMesh, path: Path, running: list[Running]) -> list[Answer]:
     """Waits for all answers and compares each with a run that nobody disturbs: `generate`'s when it is greedy."""
     answers = [await each.answer for each in running]
-    for each, answer in zip(running, answers, strict=True):
+    expected = await asyncio.gather(*(_expected(mesh, path, each) for each in running))
+    for each, answer, tokens in zip(running, answers, expected, strict=True):
         assert set(answer.choices) == set(range(each.options.get("n", 1)))
-        if "seed" in each.options:
-            again = await mesh.generate(each.prompt, max_tokens=each.max_tokens, **each.options)
-            assert again.accounting.attempts == 1
-            expected = {index: choice.tokens for index, choice in again.choices.items()}
-        else:
-            expected = dict.fromkeys(answer.choices, oracle.generate(path, each.prompt, each.max_tokens))
-        assert {index: choice.tokens for index, choice in answer.choices.items()} == expected
+        assert {index: choice.tokens for index, choice in answer.choices.items()} == tokens
     return answers
+
+
+async def _expected(mesh: ProcessMesh, path: Path, running: Running) -> dict[int, list[int]]:
+    if "seed" in running.options:
+        again = await mesh.generate(running.prompt, max_tokens=running.max_tokens, **running.options)
+        assert again.accounting.attempts == 1
+        return {index: choice.tokens for index, choice in again.choices.items()}
+    tokens = oracle.generate(path, running.prompt, running.max_tokens)
+    return dict.fromkeys(range(running.options.get("n", 1)), tokens)
 
 
 ATTEMPTS = 5
