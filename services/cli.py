@@ -1,6 +1,5 @@
 """The `epd` command. Every command imports what it needs when it runs, so that `epd --help` is quick."""
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ from services.commands.bench_app import bench
 from services.commands.certs_app import certs_app
 from services.commands.keys_app import keys_app
 from services.commands.models_app import models_app
+from services.commands.options import Certs, Config, Drain, Dtype, Otlp
+from services.commands.use_app import chat, generate, health, status, trace
 
 EXIT_REFUSED = 2  # as services.supervisor, which is not imported here for its cost
 
@@ -28,18 +29,6 @@ app.add_typer(certs_app, name="certs")
 app.add_typer(keys_app, name="keys")
 
 LOCAL, ROLES, USE = "On one machine", "One role", "Use a running mesh"
-app.command(rich_help_panel=USE)(bench)
-
-Address = Annotated[str, typer.Option(help="host:port of the gateway's gRPC [default: the running mesh's]")]
-Etcd = Annotated[str, typer.Option(help="host:port of an etcd, several separated by commas", envvar="EPD_ETCD")]
-Config = Annotated[str, typer.Option(help=r"TOML file with tables \[worker] and \[gateway]", envvar="EPD_CONFIG")]
-Otlp = Annotated[
-    str | None, typer.Option(help="where spans go, host:port of an OTLP collector", envvar="EPD_OTLP_ENDPOINT")
-]
-Ca = Annotated[str, typer.Option(help="file of the authority to trust, or `system`", envvar="EPD_CA")]
-Certs = Annotated[str, typer.Option(help="directory with ca.pem and a certificate of our own", envvar="EPD_CERTS")]
-Drain = Annotated[float | None, typer.Option(help="longest time for running requests to finish at the end")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
 
 
 def _default_model() -> str:
@@ -211,116 +200,8 @@ def etcd(
     role.etcd(address, data_dir, certs)
 
 
-@app.command(rich_help_panel=USE)
-def generate(
-    prompt: Annotated[str, typer.Argument(help="- reads standard input")],
-    address: Address = "",
-    model: Annotated[str, typer.Option()] = "",
-    raw: Annotated[bool, typer.Option("--raw", help="the prompt as it is, without the chat template")] = False,
-    image: Annotated[
-        list[Path] | None, typer.Option(help="a picture in front of the prompt; may be given several times")
-    ] = None,
-    n: Annotated[int, typer.Option(help="choices")] = 1,
-    max_tokens: Annotated[int | None, typer.Option()] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy")] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="may be given several times")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds")] = 600.0,
-    json: Annotated[bool, typer.Option("--json", help="every message as one line of JSON")] = False,
-    timing: Annotated[bool, typer.Option("--timing", help="then show where the time went")] = False,
-    ca: Ca = "",
-) -> None:
-    """Ask once and print the answer while it comes."""
-    from services.commands import ask
-    from services.commands.trust import Trust
-
-    question = ask.Question(
-        model=model,
-        raw=raw,
-        n=n,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=tuple(stop or ()),
-        timeout=timeout,
-    )
-    text = sys.stdin.read() if prompt == "-" else prompt
-    images = ask.read_images(image or ())
-    trust = Trust(ca)
-    asyncio.run(ask.generate(address, text, question, images=images, as_json=json, timing=timing, trust=trust))
-
-
-@app.command(rich_help_panel=USE)
-def chat(
-    address: Address = "",
-    model: Annotated[str, typer.Option()] = "",
-    system: Annotated[str, typer.Option(help="what the conversation starts with")] = "",
-    image: Annotated[list[Path] | None, typer.Option(help="a picture in front of the first message")] = None,
-    max_tokens: Annotated[int | None, typer.Option()] = 512,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy")] = 0.2,
-    top_p: Annotated[float | None, typer.Option()] = 0.9,
-    seed: Annotated[int | None, typer.Option()] = None,
-    ca: Ca = "",
-) -> None:
-    """A conversation in the terminal."""
-    import secrets
-
-    from services.commands import ask
-    from services.commands.trust import Trust
-
-    session = secrets.token_hex(8)
-    ask.chat(
-        address,
-        ask.Question(
-            model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, session=session
-        ),
-        system,
-        ask.read_images(image or ()),
-        Trust(ca),
-    )
-
-
-@app.command(rich_help_panel=USE)
-def status(address: Address = "", etcd: Etcd = "", ca: Ca = "", certs: Certs = "") -> None:
-    """Workers with their roles, pools, queues and integrity; without etcd only what the gateway knows."""
-    from services.commands import inspect
-    from services.commands.trust import Trust
-
-    asyncio.run(inspect.status(address, etcd, Trust(ca, certs)))
-
-
-@app.command(rich_help_panel=USE)
-def trace(
-    identifier: Annotated[str, typer.Argument(metavar="ID", help="a trace id, or an answer's or a request's id")],
-    address: Address = "",
-    ca: Ca = "",
-    svg: Annotated[Path | None, typer.Option(help="also draw it into this file")] = None,
-) -> None:
-    """Where one request's time went, as a waterfall."""
-    from services.commands import inspect
-    from services.commands.trust import Trust
-
-    asyncio.run(inspect.trace(address, identifier, Trust(ca), svg))
-
-
-@app.command(rich_help_panel=USE)
-def health(
-    address: Address = "",
-    service: Annotated[str, typer.Option(help="ask for this one's health alone [default: the whole server's]")] = "",
-    ca: Ca = "",
-    certs: Certs = "",
-    name: Annotated[str, typer.Option(help="with TLS: the id in the server's certificate, for a worker")] = "",
-) -> None:
-    """Ask a gateway or a worker whether it serves; ends with 1 if it does not.
-
-    A gateway serves when a request would reach workers. With --service only the server's own health counts.
-    """
-    from services.commands.health import health as run
-    from services.commands.trust import Trust
-
-    asyncio.run(run(address, service, Trust(ca, certs, name)))
+for command in (generate, chat, status, trace, health, bench):
+    app.command(rich_help_panel=USE)(command)
 
 
 def _split(text: str | None) -> tuple[str, ...] | None:

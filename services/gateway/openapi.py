@@ -15,7 +15,12 @@ from services.gateway.tokenization import DetokenizeBody, TokenizeBody
 Json = dict[str, Any]
 BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, LoadBody, UnloadBody)
 _REF = "#/components/schemas/{name}"
-_HTTP_OWN = {404: "no such path", 405: "no such method here", 413: "a body that is too large"}
+_HTTP_OWN = {
+    404: "no such path",
+    405: "no such method here",
+    413: "a body that is too large",
+    415: "a body that is not JSON",
+}
 # What is checked after the body was parsed, and no type says.
 _BOUNDS: dict[str, Json] = {
     "temperature": {"minimum": 0, "maximum": 2},

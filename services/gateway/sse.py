@@ -26,7 +26,13 @@ def event(data: Any, name: str = "") -> bytes:
 
 
 async def body_of(request: Request, most: int) -> bytes:
-    """A whole body. Raises HTTPException 413 for a longer one."""
+    """A whole body. Raises HTTPException 415 for one that is not said to be JSON, 413 for a longer one.
+
+    A page in a browser can send text and forms to any address without asking first, JSON it cannot.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(415, f"the content-type must be application/json, not {kind[:80] or 'missing'}")
     body = bytearray()
     async for piece in request.stream():
         body += piece

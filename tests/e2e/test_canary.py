@@ -126,7 +126,7 @@ async def refused_calls(mesh: ProcessMesh, canary: Canary, told: Told) -> None:
     left = mesh.stub.Generate(chat(canary, "JPEG"), metadata=mesh.metadata, timeout=PATIENCE_SECONDS)
     await left.read()
     left.cancel()
-    headers = {"authorization": f"Bearer {canary.key}"}
+    headers = {"authorization": f"Bearer {canary.key}", "content-type": "application/json"}
     async with httpx.AsyncClient(base_url=mesh.http, timeout=PATIENCE_SECONDS, headers=headers) as client:
         for number, body in enumerate(wrong_http(canary)):
             response = await client.post("/v1/chat/completions", content=body)

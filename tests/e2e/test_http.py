@@ -247,7 +247,9 @@ async def test_errors_have_openais_classes(client: Any, http: httpx.AsyncClient)
     assert long.value.code == "context_too_long"
     assert "600" in long.value.message
     assert "512" in long.value.message
-    assert (await http.post("/v1/completions", content=b"{")).status_code == 400
+    assert (
+        await http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    ).status_code == 400
     assert (await http.get("/v1/nothing")).status_code == 404
 
 

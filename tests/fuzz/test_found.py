@@ -187,7 +187,10 @@ async def test_a_client_that_leaves_in_mid_body_is_no_error(mesh: Mesh, caplog: 
     host, _, port = mesh.gateway.http_address.rpartition(":")
     for _ in range(3):
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+            b"content-type: application/json\r\ncontent-length: 999\r\n\r\n{"
+        )
         await writer.drain()
         writer.close()
         await writer.wait_closed()

@@ -14,6 +14,8 @@ from services.gateway.http_server import HttpServer
 from tests.fakes import EOS, MODEL, spell
 from tests.unit.gateway.conftest import Mesh
 
+JSON = {"content-type": "application/json"}
+
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
@@ -274,7 +276,7 @@ async def test_numbers_of_any_length_are_refused_by_name(
 ) -> None:
     p, _ = await mesh.pair()
     body = b'{"model": "%s", %s%s}' % (MODEL.encode(), field, b"" if param == "prompt" else b', "prompt": "hi"')
-    response = await http.post("/v1/completions", content=body)
+    response = await http.post("/v1/completions", content=body, headers=JSON)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error["message"][:200]
     assert len(error["message"]) < 300
@@ -289,7 +291,7 @@ async def test_an_address_that_is_none(bind: str) -> None:
 
 async def test_errors_have_openais_shape(mesh: Mesh, http: httpx.AsyncClient) -> None:
     p, _ = await mesh.pair()
-    response = await http.post("/v1/chat/completions", content=b"{")
+    response = await http.post("/v1/chat/completions", content=b"{", headers=JSON)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
     response = await http.post("/v1/chat/completions", json=chat(model="other"))
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")

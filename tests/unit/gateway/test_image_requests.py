@@ -23,6 +23,7 @@ from tests.unit.media.test_remote import Site, ok
 from tests.vlm_files import qwen_files
 
 PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 CANARY = "zebra-canary-7391"
 
 
@@ -207,7 +208,7 @@ async def test_large_images_fit_and_larger_messages_are_refused(vlm_dir: Path) -
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert str(limits.message_bytes) in details
         async with httpx.AsyncClient(base_url=f"http://{mesh.gateway.http_address}", timeout=20) as client:
-            response = await client.post(PATH, content=b" " * (limits.message_bytes + 1))
+            response = await client.post(PATH, content=b" " * (limits.message_bytes + 1), headers=JSON)
             assert response.status_code == 413
             assert str(limits.message_bytes) in response.json()["error"]["message"]
     finally:
