@@ -23,6 +23,7 @@ from epd.v1 import encode_pb2, types_pb2
 from services.gateway.accounting import AttemptRecord, known
 from services.gateway.call import CallFailed, WorkerCall
 from services.gateway.fleet import Fleet
+from services.gateway.media import where_sent
 from services.gateway.preprocess import Prepared
 from services.gateway.settings import GatewaySettings
 from services.gateway.worker import Worker
@@ -111,7 +112,8 @@ class Encoding:
                 return await self._make(images, self._exclude, _TRIES)
             except CallFailed as failure:
                 if not isinstance(failure.error, Overloaded):
-                    raise
+                    named = where_sent(failure.error, self._request.media)
+                    raise CallFailed(named, failure.worker, exclude=failure.exclude) from None
                 hint = failure.error.retry_after_seconds or 0.0
             for call in self._calls:
                 call.close()

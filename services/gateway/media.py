@@ -1,18 +1,21 @@
 """From the images of a request to what workers need of them: file, key, place in the prompt. No pixel is decoded."""
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from common.cache.keys import MediaSpan, media_key
-from common.errors import InvalidArgument
+from common.errors import EpdError, InvalidArgument
 from common.media import data_uri
 from common.media.header import probe
 from common.media.limits import MediaLimits
 from common.media.remote import RemoteImages
 from common.models.vision.spec import Placement, Size
 from epd.v1 import generation_pb2
+
+_NUMBERED = re.compile(r"images\[([0-9]{1,6})\]")
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +29,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     pixels: int = 0
     grid: tuple[int, ...] = ()
+    field: str = ""  # where the client has put it, for errors
 
     @property
     def span(self) -> MediaSpan:
@@ -44,6 +48,7 @@ class Picture(msgspec.Struct, frozen=True):
 
     data: bytes
     size: Size
+    field: str = ""
 
 
 def sources(request: generation_pb2.GenerateRequest) -> list[Source]:
@@ -63,6 +68,18 @@ def sources(request: generation_pb2.GenerateRequest) -> list[Source]:
         if source.image.WhichOneof("source") is None:
             raise InvalidArgument(f"{source.field}: an image needs data or a url", field=source.field)
     return found
+
+
+def where_sent(error: EpdError, media: Sequence[MediaItem]) -> EpdError:
+    """An encode worker's error, which names an image by its number, with the place where the client has put it."""
+    number = _NUMBERED.fullmatch(error.field)
+    if number is None or not isinstance(error, InvalidArgument):
+        return error
+    item = next((each for each in media if each.index == int(number[1])), None)
+    if item is None or not item.field:
+        return error
+    detail = error.message.removeprefix(f"image {item.index}: ")
+    return InvalidArgument(f"{item.field}: {detail}", field=item.field)
 
 
 async def fetch(found: Sequence[Source], remote: RemoteImages) -> dict[int, bytes]:
@@ -90,7 +107,7 @@ def read(found: Sequence[Source], fetched: Mapping[int, bytes], limits: MediaLim
         total += len(data)
         limits.check_total(total, source.field)
         info = probe(data, limits, source.field)
-        pictures.append(Picture(data, (info.width, info.height)))
+        pictures.append(Picture(data, (info.width, info.height), source.field))
     return pictures
 
 
@@ -108,6 +125,7 @@ def items(
             rows=place.rows,
             pixels=picture.size[0] * picture.size[1],
             grid=place.grid,
+            field=picture.field,
         )
         for i, (picture, place) in enumerate(zip(pictures, placements, strict=True))
     )

@@ -20,7 +20,14 @@ from tests.unit.gateway.conftest import Mesh
 def media(*names: str) -> tuple[MediaItem, ...]:
     return tuple(
         MediaItem(
-            index=i, key=name.encode() * 32, data=name.encode() * 100, start=10 * i, length=8, rows=8, grid=(1, 2, 4)
+            index=i,
+            key=name.encode() * 32,
+            data=name.encode() * 100,
+            start=10 * i,
+            length=8,
+            rows=8,
+            grid=(1, 2, 4),
+            field=f"messages[{i}].content[2]",
         )
         for i, name in enumerate(names)
     )
@@ -132,13 +139,15 @@ async def test_a_slow_encoder_is_overtaken(mesh: Mesh, model_dir: Any) -> None:
 
 async def test_a_bad_image_is_final(mesh: Mesh) -> None:
     (worker,) = await encoders(mesh, 1)
-    worker.encode_errors = [InvalidArgument("image 1 is truncated", field="messages")]
+    worker.encode_errors = [InvalidArgument("image 1: the file is truncated", field="images[1]")]
     encoding, _ = stage(mesh, media("a", "b"))
     with pytest.raises(CallFailed) as caught:
         async with encoding.embeddings():
             pass
     assert isinstance(caught.value.error, InvalidArgument)
     assert not caught.value.error.retryable
+    assert caught.value.error.field == "messages[1].content[2]"  # where the client has put it
+    assert caught.value.error.message == "messages[1].content[2]: the file is truncated"
     assert len(worker.calls) == 1
 
 
