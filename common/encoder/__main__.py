@@ -14,10 +14,12 @@ from common.encoder.loop import run_encoder
 from common.encoder.wire import Launch
 from common.engine.wire import read_frame
 from common.log import setup_logging
+from common.process import end_with_parent
 from common.transfer.pool_memory import PoolMemory
 
 
 def main() -> None:
+    end_with_parent()  # also in a step, or while a model loads
     setup_logging("encoder")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which drains and then ends us
     socket_fd, pool_fd = map(int, sys.argv[1:])

@@ -13,10 +13,12 @@ import msgspec
 from common.engine.loop import run_engine
 from common.engine.wire import Launch, read_frame
 from common.log import setup_logging
+from common.process import end_with_parent
 from common.transfer.pool_memory import PoolMemory
 
 
 def main() -> None:
+    end_with_parent()  # also in a step, or while a model loads
     setup_logging("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which drains and then ends us
     socket_fd, doorbell, pool_fd, *embeddings_fd = map(int, sys.argv[1:])

@@ -13,6 +13,7 @@ from typing import Any
 
 import common
 from common.errors import EngineFailed
+from common.process import PARENT_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,13 @@ class ComputeProcess(asyncio.Protocol):
             *map(str, fds),
             pass_fds=fds,
             stdin=asyncio.subprocess.DEVNULL,
-            env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
+            env={
+                "OMP_WAIT_POLICY": "passive",
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": str(threads),
+                PARENT_VARIABLE: str(os.getpid()),
+            },
         )
         self.pid = self._process.pid
         theirs.close()

@@ -1,13 +1,12 @@
 """A local mesh as a list of processes: how many, on which ports, with how many threads."""
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from common.errors import AddressTaken, InvalidArgument
+from common.errors import InvalidArgument
 from common.process import available_cores
 from common.rpc.peer_name import CLIENT, ETCD, GATEWAY, WORKER, PeerName
 from services.commands.trust import OPERATOR
@@ -168,37 +167,8 @@ def _environment(threads: int) -> dict[str, str]:
     }
 
 
-def check_ports(options: MeshOptions) -> None:
-    """Raises AddressTaken, naming who holds it, when one of the mesh's ports is in use."""
-    for option, port in (("--grpc-port", options.grpc_port), ("--http-port", options.http_port)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except PermissionError as error:
-                raise InvalidArgument(f"port {port} needs privileges; choose one above 1023 with {option}") from error
-            except OSError as error:
-                raise AddressTaken(
-                    f"port {port} is taken{_holder(port)}; end that process, or choose another port with {option}"
-                ) from error
-
-
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _holder(port: int) -> str:
-    """' by NAME (pid N)' when the system lets us know."""
-    import psutil
-
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                name = "this process" if connection.pid == os.getpid() else psutil.Process(connection.pid).name()
-                return f" by {name} (pid {connection.pid})"
-    except psutil.Error:
-        pass
-    return ""

@@ -24,12 +24,12 @@ from common.rpc.channel import connect
 from common.rpc.tls import TlsOptions
 from epd.v1 import generation_pb2, generation_pb2_grpc
 from services.commands import models
+from services.commands.checks import NO_KEY, check_config, check_ports
 from services.commands.client import credentials
 from services.commands.first import first_questions
 from services.commands.mesh import (
     MeshOptions,
     Pool,
-    check_ports,
     free_port,
     make_certificates,
     process_specs,
@@ -52,6 +52,7 @@ def up(options: MeshOptions, *, ready_fd: int = -1) -> None:
     run.acquire()
     try:
         check_ports(options)
+        check_config(options)
         found = pools(options, [models.get(model) for model in options.models])
         if options.tls:
             make_certificates(options, run.certs)
@@ -184,9 +185,7 @@ class _Mesh:
                         have[model.id] = [model.encode_workers, model.prefill_workers, model.decode_workers]
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                        raise Unauthenticated(
-                            "the gateway wants a key: put one, as `epd keys create` makes it, into EPD_API_KEY"
-                        ) from None
+                        raise Unauthenticated(NO_KEY) from None
                 running = all(child.state == "running" for child in self.supervisor.children.values())
                 counts = [
                     (name, role, there, wanted)

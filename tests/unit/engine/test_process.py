@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 import common.engine.messages as msg
@@ -221,3 +223,32 @@ async def test_broken_weights_are_told_at_launch(llama, tmp_path):
 def test_no_torch_on_the_service_side(module):
     code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=180).returncode == 0
+
+
+SERVICE = """
+import asyncio
+import common.engine.messages as msg
+from common.engine.process import EngineProcess
+from common.engine.settings import EngineSettings, TimedModel
+from common.sampling import SamplingParams
+
+async def main():
+    engine = await EngineProcess.launch(EngineSettings(executor="timed", timed=TimedModel(base_seconds=600)))
+    engine.open(msg.Submit(seq="s", prompt=[1, 2, 3], sampling=SamplingParams()))
+    print(engine.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_ends_with_its_service_also_within_a_step():
+    """In a step it reads no socket. This one takes ten minutes."""
+    with subprocess.Popen([sys.executable, "-c", SERVICE], stdout=subprocess.PIPE, text=True) as service:
+        engine = psutil.Process(int(service.stdout.readline()))
+        time.sleep(1)  # for the step to begin: before, it would end by its socket
+        service.kill()
+    _, left = psutil.wait_procs([engine], timeout=60)
+    for process in left:
+        process.kill()
+    assert not left

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import AddressTaken, InvalidArgument
-from services.commands.mesh import MeshOptions, Pool, check_ports, process_specs, threads_per_worker
+from common.errors import AddressTaken, EpdError, InvalidArgument
+from services.commands.checks import check_config, check_ports
+from services.commands.mesh import MeshOptions, Pool, process_specs, threads_per_worker
 from services.commands.run_dir import MeshState, RunDir
 
 
@@ -89,6 +90,30 @@ def test_a_taken_port_is_named_with_its_holder() -> None:
             check_ports(MeshOptions(model="m", grpc_port=port))
     for part in (str(port), "this process", "--grpc-port"):
         assert part in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[gateway]\nnonsense = 1", "nonsense"),
+        ("[worker]\nnonsense = 1", "nonsense"),
+        ("[worker.engine]\ntoken_budget = 'x'", "token_budget"),
+        ("[worker.engine]\ntoken_budget = -4", "token_budget: Expected `int` >= 1"),
+        ("[gateway.identity]\nsource = 'file'\nfile = '/nowhere.yaml'", "/nowhere.yaml"),
+        ("[gateway.identity]\nsource = 'etcd'", "EPD_API_KEY"),
+    ],
+)
+def test_mistakes_of_the_file_are_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
+) -> None:
+    monkeypatch.delenv("EPD_API_KEY", raising=False)
+    file = tmp_path / "mesh.toml"
+    file.write_text(text)
+    options = MeshOptions(model="m", config=str(file))
+    with pytest.raises(EpdError, match=told):
+        check_config(options)
+    file.write_text("[gateway]\nhold_seconds = 3.0\n[worker]\ndrain_seconds = 3.0")
+    check_config(options)
 
 
 def state(pid: int = 1) -> MeshState:
