@@ -1,0 +1,65 @@
+"""`make pictures`: docs/pictures/ anew, the trace of one request and every provisioned dashboard.
+
+Runs the default model under load on this machine and a Prometheus that scrapes it as in compose, asks it each panel's
+own queries, and draws the answers. Fails when a panel has no data that should have some.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.pictures import panels
+from tests.pictures.draw import draw
+from tests.pictures.prometheus import binary, prometheus, scrape_seconds
+from tests.pictures.scene import scene
+
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+ANSWERS = ROOT / ".run" / "pictures.json"
+
+
+async def collect(minutes: float, program: str, directory: Path) -> list[panels.Board]:
+    """The trace is drawn on the way. directory: an empty one, for logs and data."""
+    async with scene(directory) as staged:
+        await staged.trace(PICTURES / "trace.svg")
+        print(f"{PICTURES / 'trace.svg'}; now {minutes:g} minutes of load", flush=True)
+        async with prometheus(program, directory, staged.targets) as server:
+            await asyncio.sleep(2 * scrape_seconds())
+            if down := await server.down():
+                raise RuntimeError(f"not scraped: {down}")
+            start = time.time()
+            await staged.load(60 * minutes)
+            return await panels.ask(server, start, start + 60 * minutes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make pictures", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of load")
+    parser.add_argument("--prometheus", default="", help="the server's binary; default: that on the path")
+    parser.add_argument("--answers", type=Path, default=ANSWERS, help="file that keeps what was answered")
+    parser.add_argument("--redraw", action="store_true", help="from the answers of the run before")
+    options = parser.parse_args()
+    PICTURES.mkdir(exist_ok=True)
+    if not options.redraw:
+        program = binary(options.prometheus)
+        with TemporaryDirectory(prefix="epd-pictures-") as directory:
+            boards = asyncio.run(collect(options.minutes, program, Path(directory)))
+        options.answers.parent.mkdir(exist_ok=True)
+        panels.save(boards, options.answers)
+    boards = panels.load(options.answers)
+    for board in boards:
+        file = PICTURES / f"dashboard-{board.name}.svg"
+        draw(board, file)
+        print(f"{file}: {len(board.panels)} panels, {file.stat().st_size / 1000:.0f} kB")
+        for panel in board.panels:
+            if panel.empty:
+                why = panels.MAY_BE_EMPTY.get(f"{board.name}: {panel.title}", "NOT EXPECTED")
+                print(f"  no data: {panel.title} ({why})")
+    return 1 if panels.unexpectedly_empty(boards) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What the pictures show: a mesh of the default model under load of three tenants, with a few things that go wrong."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from common.models.fetch import find_model
+from common.models.pictures import heldout
+from common.registry.local_etcd import free_port
+from services.commands import keys
+from services.commands.ask import Message, Question
+from tests.etcd import etcd_server
+from tests.mesh import collect
+from tests.processes import ProcessMesh
+
+MODEL = "picture-vlm"
+ROLES = ("encode", "prefill", "decode", "decode")
+TENANTS = ("alice", "bob", "carol")
+BLOCKS = 96  # of each worker, 16 tokens each: few, so that they fill
+# Generous, for a machine of two cores that computes all of these workers.
+TARGETS = {"ttft_seconds": 4.0, "tpot_seconds": 0.8}
+ANSWER_SECONDS = 120.0
+
+
+class Scene:
+    """The mesh, where Prometheus finds its metrics, and each tenant's key."""
+
+    def __init__(self, mesh: ProcessMesh, targets: Mapping[str, Sequence[str]], tenants: Mapping[str, str]) -> None:
+        self.mesh, self.targets, self.keys = mesh, targets, tenants
+
+    async def epd(self, tenant: str, *arguments: str, end_after: float = 0.0) -> None:
+        """A command of `epd` with a tenant's key. end_after: seconds until it gets Ctrl-C; 0: it ends by itself."""
+        command, *options = arguments
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.cli", command, "--address", self.mesh.gateway.address, *options),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "EPD_API_KEY": self.keys[tenant], "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            if end_after:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(end_after):
+                        await process.wait()
+                if process.returncode is None:
+                    process.send_signal(signal.SIGINT)
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    async def load(self, seconds: float) -> None:
+        """Texts with a common beginning; pictures; a burst beyond its tenant's limit; a client that gives up; a decode
+        worker that is stopped for a while, and one that is killed and started again."""
+        steady = ("--seconds", f"{seconds:g}")
+        await asyncio.gather(
+            self._bench("alice", 0, seconds, *steady, "--rate", "0.4", *_lengths("48-128", "6-20", 32)),
+            self._bench("bob", 0, seconds, *steady, "--rate", "0.15", "--images", "0.8", *_lengths("32", "4-10")),
+            self._bench("carol", 0.35 * seconds, 0.2 * seconds, "--concurrency", "8", *_lengths("200-300", "24")),
+            self._bench("carol", 0.85 * seconds, 0.05 * seconds, "--concurrency", "3", *_lengths("64", "64")),
+            self._faults(seconds),
+        )
+
+    async def _bench(self, tenant: str, begin: float, seconds: float, *options: str) -> None:
+        """A load from `begin` on; what is unanswered at its end is given up."""
+        await asyncio.sleep(begin)
+        await self.epd(tenant, "bench", "--model", MODEL, "--warm-up", "0", *options, end_after=seconds)
+
+    async def _faults(self, seconds: float) -> None:
+        silent, killed = self.mesh.workers["decode-0"], self.mesh.workers["decode-1"]
+        await asyncio.sleep(0.62 * seconds)
+        silent.hang()
+        try:
+            await asyncio.sleep(10)
+        finally:
+            silent.wake()
+        await asyncio.sleep(0.1 * seconds)
+        await killed.kill()
+        await asyncio.sleep(5)
+        await killed.start()
+
+    async def trace(self, file: Path) -> None:
+        """Of the second of two questions about pictures: the first one finds everything cold. file: an SVG."""
+        for drawn in heldout(2, seed=1):
+            message = Message("user", drawn.questions()[0].text, (drawn.png(),))
+            asked = Question(model=MODEL, max_tokens=8, temperature=0.0).request([message])
+            asked.sampling.ignore_eos = True
+            answer = await collect(self.mesh.stub.Generate(asked, metadata=self.mesh.metadata, timeout=ANSWER_SECONDS))
+        await self.mesh.settled()
+        await self.epd(TENANTS[0], "trace", answer.accounting.trace_id, "--svg", str(file))
+
+
+def _lengths(prompt: str, output: str, prefix: int = 0) -> tuple[str, ...]:
+    return ("--prompt-tokens", prompt, "--output-tokens", output, "--prefix-tokens", str(prefix))
+
+
+@asynccontextmanager
+async def scene(directory: Path) -> AsyncIterator[Scene]:
+    """Whole when it is given, and ended afterwards. directory: an empty one."""
+    identities = directory / "keys.yaml"
+    tenants = {tenant: keys.create(keys.store(str(identities), ""), tenant, "pictures") for tenant in TENANTS}
+    metrics = f"127.0.0.1:{free_port()}"
+    gateway = {
+        "identity": {"source": "file", "file": str(identities)},
+        "limits": {"carol": {"requests_in_flight": 6}},
+        "metrics_bind": metrics,
+        "slo": TARGETS,
+    }
+    async with etcd_server(directory / "etcd") as etcd:
+        mesh = ProcessMesh(
+            etcd,
+            find_model(MODEL),
+            directory / "mesh",
+            ROLES,
+            model=MODEL,
+            gateway=gateway,
+            key=tenants[TENANTS[0]],
+            num_blocks=BLOCKS,
+        )
+        targets: dict[str, list[str]] = {"gateway": [metrics]}
+        for worker in mesh.workers.values():
+            port = free_port()
+            worker.settings["metrics_port"] = port
+            for role in worker.settings["roles"]:
+                targets.setdefault(role, []).append(f"127.0.0.1:{port}")
+        async with mesh:
+            yield Scene(mesh, targets, tenants)
