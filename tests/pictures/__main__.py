@@ -1,6 +1,6 @@
 """`make pictures`: docs/pictures/ anew, the trace of one request and every provisioned dashboard.
 
-Runs the default model under load on this machine and a Prometheus that scrapes it as in compose, asks it each panel's
+Runs a mesh under load on this machine and a Prometheus that scrapes it as in compose, asks it each panel's
 own queries, and draws the answers. Fails when a panel has no data that should have some.
 """
 
@@ -13,36 +13,45 @@ from tempfile import TemporaryDirectory
 
 from tests.pictures import panels
 from tests.pictures.draw import draw
-from tests.pictures.prometheus import binary, prometheus, scrape_seconds
-from tests.pictures.scene import scene
+from tests.pictures.prometheus import binary, prometheus
+from tests.pictures.scene import default_scene, loaded_scene
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
+KINDS = ["trace", "dashboards"]
 ANSWERS = ROOT / ".run" / "pictures.json"
 
 
-async def collect(minutes: float, program: str, directory: Path) -> list[panels.Board]:
-    """The trace is drawn on the way. directory: an empty one, for logs and data."""
-    async with scene(directory) as staged:
+async def trace(directory: Path) -> None:
+    async with default_scene(directory) as staged:
         await staged.trace(PICTURES / "trace.svg")
-        print(f"{PICTURES / 'trace.svg'}; now {minutes:g} minutes of load", flush=True)
-        async with prometheus(program, directory, staged.targets) as server:
-            await asyncio.sleep(2 * scrape_seconds())
-            if down := await server.down():
-                raise RuntimeError(f"not scraped: {down}")
-            start = time.time()
-            await staged.load(60 * minutes)
-            return await panels.ask(server, start, start + 60 * minutes)
+    print(PICTURES / "trace.svg", flush=True)
+
+
+async def collect(minutes: float, program: str, directory: Path) -> list[panels.Board]:
+    """What the dashboards say of some minutes of load. directory: an empty one, for logs and data."""
+    async with loaded_scene(directory) as staged, prometheus(program, directory, staged.targets) as server:
+        await server.scraping()
+        print(f"{minutes:g} minutes of load", flush=True)
+        start = time.time()
+        await staged.load(60 * minutes)
+        return await panels.ask(server, start, start + 60 * minutes)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make pictures", description=__doc__)
+    parser.add_argument("which", nargs="*", default=KINDS, help=" and ".join(KINDS))
     parser.add_argument("--minutes", type=float, default=5.0, help="of load")
     parser.add_argument("--prometheus", default="", help="the server's binary; default: that on the path")
     parser.add_argument("--answers", type=Path, default=ANSWERS, help="file that keeps what was answered")
-    parser.add_argument("--redraw", action="store_true", help="from the answers of the run before")
+    parser.add_argument("--redraw", action="store_true", help="draw from the answers of the run before")
     options = parser.parse_args()
     PICTURES.mkdir(exist_ok=True)
+    if "trace" in options.which:
+        with TemporaryDirectory(prefix="epd-pictures-") as directory:
+            asyncio.run(trace(Path(directory)))
+    if "dashboards" not in options.which:
+        return 0
     if not options.redraw:
         program = binary(options.prometheus)
         with TemporaryDirectory(prefix="epd-pictures-") as directory:

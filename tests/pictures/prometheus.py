@@ -1,7 +1,6 @@
 """Prometheus as compose configures it, on this machine: the same jobs and interval, other addresses."""
 
 import asyncio
-import contextlib
 import json
 import math
 import shutil
@@ -55,10 +54,20 @@ class Prometheus:
             raise RuntimeError(f"Prometheus: {answer['error']} ({parameters})")
         return answer["data"]
 
-    async def down(self) -> list[str]:
-        """Targets that were not scraped the last time."""
-        active = (await self._get("targets", state="active"))["activeTargets"]
-        return [f"{each['scrapeUrl']}: {each['lastError']}" for each in active if each["health"] != "up"]
+    async def ready(self) -> bool:
+        try:
+            return (await self._http.get("/-/ready")).is_success
+        except httpx.TransportError:
+            return False
+
+    async def scraping(self) -> None:
+        """Until every target is scraped. Raises TimeoutError."""
+        async with asyncio.timeout(START_SECONDS):
+            while True:
+                active = (await self._get("targets", state="active"))["activeTargets"]
+                if active and all(each["health"] == "up" for each in active):
+                    return
+                await asyncio.sleep(0.2)
 
     async def over(
         self, query: str, start: float, end: float, step: float
@@ -92,8 +101,7 @@ async def prometheus(program: str, directory: Path, targets: Mapping[str, Sequen
             while True:
                 if process.returncode is not None:
                     raise RuntimeError(f"Prometheus has ended: {log.read_text()[-2000:]}")
-                with contextlib.suppress(httpx.HTTPError, json.JSONDecodeError):
-                    await server.down()
+                if await server.ready():
                     break
                 await asyncio.sleep(0.2)
         yield server
