@@ -59,8 +59,9 @@ def draw(board: Board, file: Path) -> None:
         left, top = GAP + panel.x * unit, HEAD + panel.y * ROW
         _panel(figure, panel, board.seconds, (left, top, panel.w * unit - GAP, panel.h * ROW - GAP), height)
     out = io.StringIO()
+    told = {"Title": board.title, "Description": "; ".join(panel.title for panel in board.panels), "Date": None}
     with matplotlib.rc_context({"svg.hashsalt": board.name, "svg.fonttype": "path"}):
-        figure.savefig(out, format="svg", facecolor=PAGE, metadata={"Date": None})
+        figure.savefig(out, format="svg", facecolor=PAGE, metadata=told)
     plt.close(figure)
     file.write_text("\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n")
 
