@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.pictures.panels import Board, Panel, Series
 
 # Pixels, at 100 to the inch. A row and the gap are about what Grafana has.
 WIDTH, ROW, GAP, HEAD, COLUMNS = 1440, 38, 8, 58, 24
-TITLE, LEFT, RIGHT, TICKS, LINE, LETTER = 26, 62, 14, 20, 15, 6.4
+TITLE, RIGHT, TICKS, LINE, LETTER = 26, 22, 20, 15, 6.4
 INK, DIM, GRID, PAGE, CARD, EDGE = "#24292e", "#6e7681", "#e4e5e6", "#f4f5f5", "#ffffff", "#dcdde0"
 # Light to dark are alike on white: as many as the panel with the most lines needs.
 COLOURS = (
@@ -27,6 +28,9 @@ COLOURS = (
     *("#9ac48a", "#967302", "#82b5d8", "#f29191", "#584477", "#d683ce", "#0a437c", "#629e51"),
     *("#890f02", "#447ebc", "#cca300", "#705da0"),
 )
+FONTS = ["DejaVu Sans", "Verdana", "Helvetica", "sans-serif"]
+_PLACES = re.compile(r' (?:d|x|y|transform)="[^"]*"')  # tenths of a point are enough there
+_LONG = re.compile(r"\d+\.\d{2,}")
 NOTE = "Drawn by `make pictures` from the panels' own queries, in the dashboard's own layout; no screenshot of Grafana."
 
 
@@ -49,6 +53,7 @@ def shown(value: float, unit: str) -> str:
 def draw(board: Board, file: Path) -> None:
     rows = max(panel.y + panel.h for panel in board.panels)
     height = HEAD + rows * ROW + GAP
+    plt.rcParams["font.sans-serif"] = FONTS
     figure = plt.figure(figsize=(WIDTH / 100, height / 100), dpi=100, facecolor=PAGE)
     text = {"va": "center", "color": INK}
     figure.text(2 * GAP / WIDTH, 1 - 20 / height, board.title, fontsize=13, weight="bold", **text)
@@ -59,18 +64,21 @@ def draw(board: Board, file: Path) -> None:
         left, top = GAP + panel.x * unit, HEAD + panel.y * ROW
         _panel(figure, panel, board.seconds, (left, top, panel.w * unit - GAP, panel.h * ROW - GAP), height)
     out = io.StringIO()
-    told = {"Title": board.title, "Description": "; ".join(panel.title for panel in board.panels), "Date": None}
-    with matplotlib.rc_context({"svg.hashsalt": board.name, "svg.fonttype": "path"}):
-        figure.savefig(out, format="svg", facecolor=PAGE, metadata=told)
+    with matplotlib.rc_context({"svg.hashsalt": board.name, "svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", facecolor=PAGE, metadata={"Date": None})
     plt.close(figure)
-    file.write_text("\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n")
+    drawn = _PLACES.sub(lambda found: _LONG.sub(lambda each: f"{float(each[0]):.1f}", found[0]), out.getvalue())
+    file.write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n")
 
 
 def _panel(figure: Figure, panel: Panel, seconds: float, box: tuple[float, float, float, float], height: float) -> None:
     """box: left, top, width, height in pixels from the top left."""
 
-    def axes(left: float, top: float, width: float, tall: float) -> Axes:
-        return figure.add_axes((left / WIDTH, 1 - (top + tall) / height, width / WIDTH, tall / height))
+    def place(left: float, top: float, width: float, tall: float) -> tuple[float, float, float, float]:
+        return left / WIDTH, 1 - (top + tall) / height, width / WIDTH, tall / height
+
+    def axes(*box: float) -> Axes:
+        return figure.add_axes(place(*box))
 
     left, top, width, tall = box
     card = axes(*box)
@@ -90,8 +98,11 @@ def _panel(figure: Figure, panel: Panel, seconds: float, box: tuple[float, float
     across = max(1, min(len(labels), int((width - 20) // column)))
     lines = math.ceil(len(labels) / across)
     foot = TICKS + lines * LINE + 10
-    plot = axes(left + LEFT, top + TITLE + 4, width - LEFT - RIGHT, tall - TITLE - 4 - foot)
+    plot = axes(*box)
     _series(plot, panel, seconds)
+    low, high = plot.get_ylim()
+    margin = 18 + LETTER * max(len(shown(tick, panel.unit)) for tick in plot.get_yticks() if low <= tick <= high)
+    plot.set_position(place(left + margin, top + TITLE + 4, width - margin - RIGHT, tall - TITLE - 4 - foot))
     handles, _ = plot.get_legend_handles_labels()
     at = {"bbox_to_anchor": (8 / width, 2 / tall), "bbox_transform": card.transAxes, "loc": "lower left"}
     plot.legend(

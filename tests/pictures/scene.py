@@ -15,6 +15,7 @@ from common.models.pictures import heldout
 from common.registry.local_etcd import free_port
 from services.commands import keys
 from services.commands.ask import Message, Question
+from services.worker_settings import WorkerSettings
 from tests.checkpoints import vlm_checkpoint
 from tests.etcd import etcd_server
 from tests.mesh import collect
@@ -63,7 +64,7 @@ class Scene:
         await asyncio.gather(
             self._bench("alice", 0, seconds, *steady, "--rate", "1.5", *_lengths("48-128", "6-20", 32)),
             self._bench("bob", 0, seconds, *steady, "--rate", "0.6", "--images", "0.8", *_lengths("32", "4-10")),
-            self._bench("carol", 0.35 * seconds, 0.2 * seconds, "--concurrency", "9", *_lengths("200-300", "24")),
+            self._bench("carol", 0.35 * seconds, 0.2 * seconds, "--concurrency", "16", *_lengths("200-300", "24")),
             self._bench("carol", 0.85 * seconds, 0.05 * seconds, "--concurrency", "3", *_lengths("64", "64")),
             self._faults(seconds),
         )
@@ -122,14 +123,22 @@ async def _scene(
     metrics = f"127.0.0.1:{free_port()}"
     gateway = {
         "identity": {"source": "file", "file": str(identities)},
-        "limits": {"carol": {"requests_in_flight": 6}},
+        "limits": {"carol": {"requests_in_flight": 12}},
         "metrics_bind": metrics,
         "slo": TARGETS,
     }
     async with etcd_server(directory / "etcd") as etcd:
         key = tenants[TENANTS[0]]
         mesh = ProcessMesh(
-            etcd, checkpoint, directory / "mesh", roles, model=name, gateway=gateway, key=key, num_blocks=blocks
+            etcd,
+            checkpoint,
+            directory / "mesh",
+            roles,
+            model=name,
+            gateway=gateway,
+            worker={"lease_ttl_seconds": WorkerSettings().lease_ttl_seconds},
+            key=key,
+            num_blocks=blocks,
         )
         targets: dict[str, list[str]] = {"gateway": [metrics]}
         for worker in mesh.workers.values():
