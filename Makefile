@@ -78,7 +78,7 @@ train-vlm: $(VENV)/.dev-stamp
 docs: $(VENV)/.dev-stamp
 	$(BIN)/python -m tests.configuration
 
-# A trace, and the dashboards' own queries, drawn. ARGS="dashboards --minutes 5 --prometheus FILE"
+# A trace, and the dashboards' own queries, drawn. ARGS="dashboards --minutes 4 --prometheus FILE"
 pictures: $(VENV)/.dev-stamp
 	@$(BIN)/epd models get picture-vlm >/dev/null
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.pictures $(ARGS)

@@ -41,7 +41,7 @@ async def collect(minutes: float, program: str, directory: Path) -> list[panels.
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make pictures", description=__doc__)
     parser.add_argument("which", nargs="*", default=KINDS, help=" and ".join(KINDS))
-    parser.add_argument("--minutes", type=float, default=5.0, help="of load")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of load")
     parser.add_argument("--prometheus", default="", help="the server's binary; default: that on the path")
     parser.add_argument("--answers", type=Path, default=ANSWERS, help="file that keeps what was answered")
     parser.add_argument("--redraw", action="store_true", help="draw from the answers of the run before")

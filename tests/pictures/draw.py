@@ -68,7 +68,7 @@ def draw(board: Board, file: Path) -> None:
         figure.savefig(out, format="svg", facecolor=PAGE, metadata={"Date": None})
     plt.close(figure)
     drawn = _PLACES.sub(lambda found: _LONG.sub(lambda each: f"{float(each[0]):.1f}", found[0]), out.getvalue())
-    file.write_text("\n".join(line.rstrip() for line in drawn.splitlines()) + "\n")
+    file.write_text("\n".join(line.strip() for line in drawn.splitlines()) + "\n")
 
 
 def _panel(figure: Figure, panel: Panel, seconds: float, box: tuple[float, float, float, float], height: float) -> None:
