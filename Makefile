@@ -4,6 +4,7 @@
 # make chaos   the mesh under faults, every answer known             make chaos MINUTES=20 ARGS="--seed 1"
 # make fuzz    wrong input for every way in, new each time           make fuzz MINUTES=10 ARGS="--surface HTTP --seed 1"
 # make compose-test   the mesh in containers, all of it checked      make compose-test ARGS=--own-daemon
+# make pictures       docs/pictures anew: a trace, the dashboards under load; needs a Prometheus server
 # make clients-test   programs of others against it: aiperf, lm-evaluation-harness, Triton's client
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -29,10 +30,10 @@ export npm_config_cache ?= $(CURDIR)/$(VENV)/npm
 
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard protos/epd/*/*.proto)
 
-.PHONY: help up down test lint protos bench chaos fuzz compose-test clients-test train-vlm docs clean
+.PHONY: help up down test lint protos bench chaos fuzz compose-test clients-test train-vlm docs pictures clean
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '1,8s/^# //p' Makefile
 
 up: $(VENV)/.local-stamp
 	@$(BIN)/epd up $(ARGS)
@@ -76,6 +77,11 @@ train-vlm: $(VENV)/.dev-stamp
 # What docs/ has of the code's own words.
 docs: $(VENV)/.dev-stamp
 	$(BIN)/python -m tests.configuration
+
+# A trace, and the dashboards' own queries, drawn. ARGS="dashboards --minutes 4 --prometheus FILE"
+pictures: $(VENV)/.dev-stamp
+	@$(BIN)/epd models get picture-vlm >/dev/null
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.pictures $(ARGS)
 
 protos: $(VENV)/.dev-stamp
 	$(BIN)/python setup.py --version

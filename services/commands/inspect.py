@@ -14,7 +14,8 @@ from common.rpc.errors import from_rpc
 from common.rpc.tls import TlsOptions, handshake_refusal
 from epd.v1 import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.commands.client import NO_TRUST, dial, gateway_address
-from services.commands.render import SVG_WIDTH, make_console, status_table, waterfall, write_svg
+from services.commands.render import make_console, status_table, waterfall
+from services.commands.trace_svg import write_svg
 from services.commands.trust import Trust
 from services.commands.workers import registered_workers
 
@@ -94,4 +95,4 @@ async def trace(address: str, identifier: str, trust: Trust = NO_TRUST, picture:
     console = make_console()
     console.print(waterfall(answer.spans, console.width))
     if picture is not None:
-        write_svg(waterfall(answer.spans, SVG_WIDTH), picture)
+        write_svg(answer.spans, picture)

@@ -1,22 +1,17 @@
 """What commands print: pure functions from messages to rich tables."""
 
-import io
-import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import InvalidArgument
 from common.telemetry import CACHED_IMAGES, CACHED_TOKENS, IMAGES
 from epd.v1 import generation_pb2, trace_pb2, types_pb2, worker_pb2
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BAR_WIDTH = 28
 _PLAIN_WIDTH = 120  # columns when the output is no terminal
-SVG_WIDTH = 110
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -25,17 +20,6 @@ def make_console(*, stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, _PLAIN_WIDTH)
     return console
-
-
-def write_svg(table: Table, file: Path) -> None:
-    """Without rich's web font, so that nothing is fetched by whoever looks at it."""
-    recorder = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), force_terminal=True)
-    recorder.print(table)
-    drawn = recorder.export_svg(title="epd trace")
-    try:
-        file.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgument(f"{file} cannot be written: {error.strerror}", field="svg") from None
 
 
 def bar(start: float, length: float, width: int = BAR_WIDTH) -> str:
@@ -112,7 +96,7 @@ def waterfall(spans: Sequence[trace_pb2.Span], width: int) -> Table:
     for name, (_, span) in zip(names, rows, strict=True):
         if span.error:
             name.append(f" {span.error}", style="red")
-        if note := _cached(span):
+        if note := cached(span):
             name.append(f" {note}", style="green")
     services = max(len("service"), *(len(span.service) for span in spans))
     bars = max(12, width - max(len(name) for name in names) - services - 22)
@@ -144,7 +128,7 @@ def tree_order(spans: Iterable[trace_pb2.Span]) -> list[tuple[int, trace_pb2.Spa
     return ordered
 
 
-def _cached(span: trace_pb2.Span) -> str:
+def cached(span: trace_pb2.Span) -> str:
     """What the span did not have to compute."""
     images, tokens = (span.attributes.get(name, "") for name in (CACHED_IMAGES, CACHED_TOKENS))
     if images not in ("", "0"):
