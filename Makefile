@@ -92,7 +92,7 @@ clean:
 
 $(VENV)/.torch-stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
-	@echo "Installing into $(VENV), once: this takes some minutes"
+	@echo "Installing into $(VENV), once: about 1.5 GB, several minutes, mostly without a word"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25'
 	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)

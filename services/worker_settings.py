@@ -31,7 +31,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     pull_overlap: bool = True  # False: pull only after prefill has finished, as a baseline
     handoff: HandoffLimits = HandoffLimits()
     keepalive_seconds: Span = KEEPALIVE_SECONDS  # towards workers that are pulled from
-    otlp_endpoint: str = ""
+    otlp_endpoint: str = ""  # host:port of an OTLP collector (gRPC), or of Jaeger; empty: spans stay here
     trace_sample_ratio: Share = 1.0
     metrics_port: int = -1  # -1: none, 0: any free one
     hang_seconds: Span = 5.0  # without a word or progress of the engine; then gateways hear nothing from here

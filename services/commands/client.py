@@ -59,12 +59,18 @@ async def dial(address: str, trust: Trust = NO_TRUST) -> AsyncIterator[grpc.aio.
             if type(known) is Unavailable and tls is None and await _speaks_tls(address):
                 raise Unavailable(f"{address} speaks TLS: name its authority with --ca or EPD_CA") from None
             if type(known) is Unavailable:
-                raise Unavailable(
-                    f"nothing answers at {address}; start a mesh with `epd up`, or name its gateway with --address"
-                ) from None
+                raise Unavailable(f"nothing answers at {address}{_what_to_do(address)}") from None
             if isinstance(known, DeadlineExceeded):
                 raise DeadlineExceeded(f"{address} did not answer in time; look at `epd status`") from None
             raise known from None
+
+
+def _what_to_do(address: str) -> str:
+    run = RunDir(default_run_dir())
+    state = run.running()
+    if state is not None and state.grpc == address:
+        return f": the mesh in {run.path} is starting, or its gateway is; its logs are in {run.logs}"
+    return "; start a mesh with `epd up`, or name its gateway with --address"
 
 
 async def _speaks_tls(address: str) -> bool:

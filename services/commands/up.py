@@ -51,8 +51,12 @@ def up(options: MeshOptions, *, ready_fd: int = -1) -> None:
     run = RunDir(default_run_dir())
     run.acquire()
     try:
-        check_ports(options)
+        # From now on the other commands know of it, also while models are fetched.
+        run.write_state(
+            MeshState(pid=os.getpid(), model=options.model, grpc=options.grpc, http=options.http, etcd=options.etcd)
+        )
         check_config(options)
+        check_ports(options)
         found = pools(options, [models.get(model) for model in options.models])
         if options.tls:
             make_certificates(options, run.certs)

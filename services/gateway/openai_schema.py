@@ -250,7 +250,7 @@ def sampling_request(
         if (value := getattr(body, name)) is not None:
             setattr(sampling, name, value)
     if body.top_k is not None:
-        sampling.top_k = 0 if body.top_k == -1 else uint32(body.top_k, "top_k")  # -1: off, as others have it
+        sampling.top_k = max(0, uint32(body.top_k, "top_k", low=-1))  # -1: off, as others have it
     if max_tokens is not None:
         sampling.max_tokens = uint32(max_tokens, limit_field, least_tokens)
     if body.min_tokens is not None:

@@ -71,7 +71,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     slo_tenants: dict[str, SloTarget] = {}  # by tenant; wins over the model's
     max_tenants: Count = 1000  # labels in metrics; further tenants are counted as "other"
     metrics_bind: str = ""  # host:port for /metrics; empty: at the HTTP edge, unless keys are needed there
-    otlp_endpoint: str = ""
+    otlp_endpoint: str = ""  # host:port of an OTLP collector (gRPC), or of Jaeger; empty: spans stay here
     trace_sample_ratio: Share = 1.0
     tls: TlsOptions | None = None  # of the public servers, gRPC and HTTPS
     worker_tls: TlsOptions | None = None  # towards workers: a certificate of this gateway

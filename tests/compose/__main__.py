@@ -139,7 +139,7 @@ async def run_mesh(report: Report, project: Project) -> None:
         await report.check("chat over HTTP, Generate over gRPC", lambda: checks.answers_http(client))
         await report.check("a question about a picture", lambda: checks.answers_about_pictures(client))
         await report.check("one trace over all hops", lambda: checks.one_trace_over_all_hops(client))
-        await report.check("bytes by shm", lambda: checks.bytes_go_by_shm(client))
+        await report.check("bytes by shm", lambda: checks.bytes_go_by("shm", client))
         await report.check("metrics", lambda: checks.metrics_where_prometheus_looks(project, SCALES))
         await report.check("a decode worker dies", lambda: changes.a_killed_container(project, client))
         await report.check("docker kill of a prefill worker", lambda: changes.an_operators_kill(project, client))
@@ -159,7 +159,7 @@ async def run_with_tls(report: Report, project: Project, work: Path) -> None:
     if report.failed:
         return
     await report.check("TLS: answers", lambda: tls.answers_by_tls(project, epd, work))
-    await report.check("TLS: bytes by shm", lambda: checks.bytes_go_by_shm(Client(project)))
+    await report.check("TLS: bytes by gRPC", lambda: checks.bytes_go_by("grpc", Client(project)))
     await report.check("TLS: etcd", lambda: tls.etcd_wants_a_certificate(project))
 
 

@@ -137,14 +137,15 @@ def crossings(spans: Sequence[Received]) -> set[tuple[str, str]]:
     return {pair for pair in pairs if pair[0] != pair[1]}
 
 
-async def bytes_go_by_shm(client: Client) -> str:
-    """Containers of one host hand each other KV and embeddings in memory: they share the sockets' tmpfs."""
+async def bytes_go_by(channel: str, client: Client) -> str:
+    """Containers of one host hand each other KV and embeddings in memory, for they share the sockets' tmpfs; with TLS
+    by a channel that encrypts."""
     pulls = await client.spans_of(names.TRANSFER_PULL)
     pulls += [span for span in client.spans() if span.name == names.EMBEDDING_PULL]
     channels = {str(span.attributes.get(names.TRANSFER_CHANNEL)) for span in pulls}
-    assert channels == {"shm"}, channels
+    assert channels == {channel}, channels
     moved = sum(span.attributes.get(names.TRANSFER_BYTES, 0) for span in pulls)
-    return f"{len(pulls)} pulls, {moved / 1e6:.1f} MB, all by shm"
+    return f"{len(pulls)} pulls, {moved / 1e6:.1f} MB, all by {channel}"
 
 
 async def metrics_where_prometheus_looks(project: Project, scales: dict[str, int]) -> str:
