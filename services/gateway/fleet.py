@@ -40,6 +40,8 @@ class Fleet:
         self._changed = asyncio.Event()
         self._load_changed = asyncio.Event()
         self._closing: dict[asyncio.Task[None], Worker] = {}  # workers that the registry has forgotten
+        self._roles_told: set[tuple[str, str]] = set()  # of metrics: model and role
+        self._away_told: set[tuple[str, str]] = set()  # model and why
 
     def update(self, records: Mapping[str, WorkerRecord]) -> None:
         """The registry's current records by worker id. A new incarnation replaces all we knew of the old."""
@@ -202,15 +204,16 @@ class Fleet:
             for role in worker.record.roles:
                 key = (worker.record.model, role)
                 counts[key] = counts.get(key, 0) + worker.routable
-        self._metrics.workers.clear()
-        for (model, role), count in counts.items():
-            self._metrics.workers.labels(model=model, role=role).set(count)
+        # What is gone is told as 0: of a series that ends, dashboards show the last value.
+        self._roles_told |= counts.keys()
+        for model, role in self._roles_told:
+            self._metrics.workers.labels(model=model, role=role).set(counts.get((model, role), 0))
         away: dict[tuple[str, str], int] = {}
         for worker in self._workers.values():
             if why := worker.away:
                 key = (worker.record.model, why)
                 away[key] = away.get(key, 0) + 1
-        self._metrics.workers_away.clear()
-        for (model, why), count in away.items():
-            self._metrics.workers_away.labels(model=model, why=why).set(count)
+        self._away_told |= away.keys()
+        for model, why in self._away_told:
+            self._metrics.workers_away.labels(model=model, why=why).set(away.get((model, why), 0))
         self._metrics.pairs_away.set(len(self.pairs.open()))

@@ -40,6 +40,10 @@ async def test_a_worker_whose_calls_fail_is_left_alone(model_dir: Path) -> None:
         assert [(each.worker_id, each.why) for each in listed.away] == [("d0", "circuit open")]
         metrics = mesh.gateway.telemetry.metrics.exposition().decode()
         assert 'epd_workers_away{model="fake",why="circuit open"} 1.0' in metrics
+        mesh.gateway.fleet.update({})  # gone: told as none, for a series that ends stands still in dashboards
+        metrics = mesh.gateway.telemetry.metrics.exposition().decode()
+        assert 'epd_workers_away{model="fake",why="circuit open"} 0.0' in metrics
+        assert 'epd_workers{model="fake",role="decode"} 0.0' in metrics
     finally:
         await mesh.stop()
 
