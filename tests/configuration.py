@@ -85,7 +85,8 @@ def _settings(kind: type[msgspec.Struct], held: Any = None, prefix: str = "") ->
         for name, hint, leaf, leaf_words in _settings(inner, default, f"{prefix}{field.name}."):
             optional = "" if default is not None else "unset: off"  # an optional table
             lead = "; ".join(filter(None, (comment, optional))) if first else ""
-            yield name, hint, leaf, ". ".join(filter(None, (lead, leaf_words)))
+            told = f"(`{field.name}`: {lead})" if lead else ""  # of the whole table, at its first line
+            yield name, hint, leaf, " ".join(filter(None, (leaf_words, told)))
             first = False
 
 

@@ -19,15 +19,29 @@ from common.grammar.grammar import Grammar, invalid
 JSON_BLANKS = r"[ \t\r\n]{1,32}"
 _QUOTED = re.compile(r'"[^"]*"|\'[^\']*\'|`[^`]*`')
 _KEYWORDS = re.compile(r'Unimplemented keys: \[([a-zA-Z$", ]{1,200})\]')
-_HINTS = (
-    "unsatisfiable schema",
-    "oneof constraints",
-    "too deeply nested",
-    "recursion limit",
-    "too large",
-    "fuel exhausted",
-    "unclosed",
-)
+_EXPECTED = re.compile(r"Expected ([a-z0-9 ]{1,30}) for '([a-zA-Z]{1,30})'")  # a keyword of JSON schema
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+# What the library says, in small letters, and our words for it; None: the same.
+_HINTS = {
+    "unsatisfiable schema": None,
+    "oneof constraints": None,
+    "too deeply nested": None,
+    "recursion limit": None,
+    "too large": None,
+    "fuel exhausted": None,
+    "unclosed": None,
+    "look-around": "look-around is not supported",
+    "invalid repetition count range": None,
+    "invalid type": "a `type` is none of JSON's",
+    "type must be a string or array of strings": None,
+    "properties must be an object": "`properties` must be an object",
+    "schema must be an object or boolean": "a schema within it must be an object or a boolean",
+    "unknown format": "a `format` is not supported",
+    "does not exist": "a `$ref` leads nowhere",
+    "unknown name": "it uses a rule that it does not define",
+    "no start rule": "it has no rule `start`",
+    "lexer error": "a sign is not understood",
+}
 
 
 class GrammarCompiler:
@@ -145,8 +159,13 @@ def _told(grammar: Grammar, error: str) -> str:
     """The library's reason as far as it says nothing of the grammar's own strings."""
     if keywords := _KEYWORDS.search(error):
         return f"the JSON schema has keywords that are not supported: {keywords[1]}"
+    if wrong := _EXPECTED.search(error):
+        kind = {"f64": "number"}.get(wrong[1], wrong[1])
+        return f"the JSON schema cannot be used: `{wrong[2]}` must be of type {kind}"
     plain = _QUOTED.sub("", error).lower()
-    hint = next((f": {hint}" for hint in _HINTS if hint in plain), "")
+    hint = next((words or said for said, words in _HINTS.items() if said in plain), "")
     if "NoExtension" in error:
-        hint = ": nothing matches it"
-    return f"the {grammar.noun} cannot be used{hint}"
+        hint = "nothing matches it"
+    place = _PLACE.match(error) if grammar.kind == "lark" else None
+    where = f" (line {place[1]}, column {place[2]})" if place else ""
+    return f"the {grammar.noun} cannot be used{where}{f': {hint}' if hint else ''}"

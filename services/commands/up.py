@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import math
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -212,7 +214,8 @@ class _Mesh:
         self.console.print(f"gRPC on [bold]{self.options.grpc}[/bold], HTTP on [bold]{http}[/bold]")
         if self.tls:
             self.console.print(f"Everything by TLS; clients trust [bold]{self.tls.ca_file}[/bold]", highlight=False)
-        commands = 'epd chat · epd generate "…" · epd status · epd trace ID'
+        epd = "epd" if shutil.which("epd") else os.path.relpath(Path(sys.executable).parent / "epd")
+        commands = f'{epd} chat, or generate "…", status, trace ID'
         if self.ready_fd >= 0:  # in the background
             self.console.print(f"[dim]Ask it with: {commands}.[/dim]", highlight=False)
         else:
