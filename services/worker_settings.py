@@ -4,7 +4,7 @@ import socket
 
 import msgspec
 
-from common.bounds import Port, Positive, Seconds, Share, Span
+from common.bounds import Port, Positive, Rate, Seconds, Share, Span
 from common.encoder.settings import EncoderSettings
 from common.engine.settings import EngineSettings, LoraSettings
 from common.policies.handoff.terms import HandoffLimits
@@ -27,7 +27,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""  # 0700, of the shm channel's sockets; the same for all workers of a host. Default: in /tmp
     channels: tuple[str, ...] = ()  # allowed for transfers, best first; default: all, with TLS those that encrypt
     tls: TlsOptions | None = None  # of the server and towards other workers; the certificate must be of worker_id
-    throttle_bytes_per_second: Seconds = 0.0  # of all pulls of a worker together; 0: as fast as it goes
+    throttle_bytes_per_second: Rate = 0.0  # of all pulls of a worker together; 0: as fast as it goes
     pull_overlap: bool = True  # False: pull only after prefill has finished, as a baseline
     handoff: HandoffLimits = HandoffLimits()
     keepalive_seconds: Span = KEEPALIVE_SECONDS  # towards workers that are pulled from

@@ -55,7 +55,14 @@ def up(options: MeshOptions, *, ready_fd: int = -1) -> None:
     try:
         # From now on the other commands know of it, also while models are fetched.
         run.write_state(
-            MeshState(pid=os.getpid(), model=options.model, grpc=options.grpc, http=options.http, etcd=options.etcd)
+            MeshState(
+                pid=os.getpid(),
+                model=options.model,
+                grpc=options.grpc,
+                http=options.http,
+                etcd=options.etcd,
+                models_dir=str(models_dir()),
+            )
         )
         check_config(options)
         check_ports(options)
